@@ -251,6 +251,39 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert all(name in out and known.source in out for name, known in KNOWN.items())
 
 
+def test_short_rows_of_several_sets(tmp_path, monkeypatch, capsys):
+    """Rows are chosen by the tokens of all their texts; the longer ones are counted. Each set has a folder."""
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer().save_pretrained("model")
+    Path("model/config.json").write_text('{"model_type": "gpt2"}')
+    turns = [{"role": "user", "content": "a" * 5}, {"role": "assistant", "content": "b" * 5}]  # 23 bytes with the roles
+    rows = [{"text": "a" * length, "number": 7} for length in (10, 24, 23, 11)] + [{"messages": turns}]
+    Path("one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("two.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    assert main(["data", "save", "one.jsonl", "two.jsonl", "kept", "--max-length", "23", "--model", "model"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 4 rows" in out and out.count("1 longer than 23 tokens left out") == 2
+    assert "data.source=kept/one" in out and "data.source=kept/two" in out
+    with gzip.open("kept/one/train.jsonl.gz", "rt") as file:
+        assert [json.loads(line) for line in file] == [row for row in rows if row.get("text") != "a" * 24]
+    short = ["--max-length", "12", "--max-rows", "2", "--model", "model"]
+    assert main(["data", "save", "one.jsonl", "first", *short]) == 0, "the first two that fit"
+    with gzip.open("first/train.jsonl.gz", "rt") as file:
+        assert [json.loads(line) for line in file] == [rows[0], rows[3]]
+    capsys.readouterr()
+    Path("other").mkdir()
+    Path("other/one.jsonl").write_text(json.dumps(rows[0]))
+    for arguments, status, message in (
+        (["one.jsonl", "none", "--max-length", "3", "--model", "model"], 1, "has no readable row below the length"),
+        (["one.jsonl", "none", "--max-length", "3"], 2, "--max-length and --model belong together"),
+        (["one.jsonl", "other/one.jsonl", "none"], 2, "would be saved in the same folder"),
+        (["two.jsonl", "one.jsonl", "kept"], 1, "kept/two already exists"),
+    ):
+        assert main(["data", "save", *arguments]) == status
+        assert message in capsys.readouterr().err
+    assert not Path("none").exists()
+
+
 def test_a_folder_that_appears_during_a_save_is_kept(tmp_path, monkeypatch):
     folder = tmp_path / "kept"
 

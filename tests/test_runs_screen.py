@@ -13,7 +13,7 @@ from posttrain.runs import folder as folders
 from posttrain.runs.finding import find_runs
 from posttrain.runs.folder import Notes, read_notes, write_notes
 from posttrain.runs.managing.copies import snapshots_of
-from posttrain.runs.managing.screen import ConfirmScreen, InputScreen, RunsApp, TextScreen
+from posttrain.runs.managing.screen import ChoiceScreen, ConfirmScreen, InputScreen, RunsApp, TextScreen
 from posttrain.runs.run import Run
 
 
@@ -156,9 +156,102 @@ def test_delete_prune_and_snapshot(folder):
             await pilot.press(answer)
             await pilot.pause()
             assert len(find_runs(folder)) == left and len(app.shown) == left
-        assert "deleted policy" in message_of(app)
+        assert "deleted runs/policy" in message_of(app)
 
     drive(folder, steps)
+
+
+def test_two_runs_are_compared(folder):
+    async def steps(app, pilot):
+        await on(app, pilot, "judge")
+        await pilot.press("c")
+        assert "compare judge with another run" in message_of(app)
+        await on(app, pilot, seen(app)[[name.startswith("evil") for name in seen(app)].index(True)])
+        await pilot.press("c")
+        await pilot.pause()
+        assert isinstance(app.screen, TextScreen)
+        table = app.screen._text
+        assert [str(column.header) for column in table.columns][:2] == ["", "judge"]
+        assert "settings:" in str(next(iter(table.columns[0].cells))) and app.compared is None
+        assert str(table.columns[2].header) == "red]", "markup is not interpreted"
+        await pilot.press("escape")
+
+    drive(folder, steps)
+
+
+def test_a_snapshot_is_restored(folder):
+    """It neither blocks the renaming of its run, though its adapter names the run's model as its base, nor its
+    deletion; a run that is there is replaced after confirmation."""
+    for name in ("best", "model"):
+        (folder / "judge" / name).mkdir()
+    (folder / "judge/best/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "runs/judge/model"}))
+
+    async def steps(app, pilot):
+        await pilot.press("S")
+        await settled(app, pilot)
+        assert "there are no snapshots" in message_of(app)
+        await on(app, pilot, "judge")
+        await pilot.press("s")
+        await settled(app, pilot)
+        await pilot.press("r")
+        await pilot.pause()
+        await typed(pilot, "critic")
+        assert "runs/judge is now critic" in message_of(app) and not (folder / "judge").exists()
+        for key, restored in (("escape", False), ("enter", True)):
+            await pilot.press("S")
+            await settled(app, pilot, lambda: isinstance(app.screen, ChoiceScreen))
+            await pilot.press(key)
+            await settled(app, pilot)
+            assert (folder / "judge/final").is_dir() == ("judge" in seen(app)) == restored
+        before = (folder / "judge/config.yaml").read_text()
+        for answer, text in (("n", "changed"), ("y", before)):
+            (folder / "judge/config.yaml").write_text("changed")
+            await pilot.press("S")
+            await settled(app, pilot, lambda: isinstance(app.screen, ChoiceScreen))
+            await pilot.press("enter")
+            await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
+            assert "Replace runs/judge" in app.screen._question
+            await pilot.press(answer)
+            await settled(app, pilot)
+            assert (folder / "judge/config.yaml").read_text() == text
+
+    drive(folder, steps)
+
+
+def test_stages_of_a_whole_run(tmp_path, monkeypatch):
+    """The name of a stage's row is the whole run's; a deletion asks which of both is meant."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs/pipe").mkdir(parents=True)
+    Path("runs/pipe/config.yaml").write_text("name: pipe\n")
+    for stage in ("sft", "dpo"):
+        make(Path("runs/pipe") / stage, 2)
+
+    async def steps(app, pilot):
+        await on(app, pilot, "pipe/sft")
+        await pilot.press("r")
+        await pilot.pause()
+        assert app.screen._question == "new name of runs/pipe"
+        await typed(pilot, "tube")
+        assert sorted(seen(app)) == ["tube/dpo", "tube/sft"]
+        await on(app, pilot, "tube/sft")
+        await pilot.press("d")
+        await settled(app, pilot, lambda: isinstance(app.screen, ChoiceScreen))
+        await pilot.press("enter")
+        await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await settled(app, pilot)
+        assert seen(app) == ["tube/dpo"]
+        for keys, left in ((["escape"], 1), (["down", "enter"], 0)):
+            await pilot.press("d")
+            await settled(app, pilot, lambda: isinstance(app.screen, ChoiceScreen))
+            await pilot.press(*keys)
+            await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
+            await pilot.press("y")
+            await settled(app, pilot)
+            assert len(app.shown) == left
+        assert not Path("runs/tube").exists()
+
+    drive(Path("runs"), steps)
 
 
 def test_a_run_in_progress_is_not_touched(folder):

@@ -131,7 +131,7 @@ def list_() -> None:
 
 @app.command()
 def save(
-    source: Annotated[str, typer.Argument(metavar="NAME", help="A known data set, a hub id, a file or a folder.")],
+    sources: Annotated[list[str], typer.Argument(metavar="NAME…", help="Known sets, hub ids, files or folders.")],
     folder: Annotated[Path, typer.Argument(help="A new folder; data.source: FOLDER reads it later.")],
     split: Annotated[
         list[str] | None, typer.Option("--split", help="Only this split; repeatable. Default: all splits.")
@@ -139,16 +139,38 @@ def save(
     max_rows: Annotated[
         int | None, typer.Option("--max-rows", min=1, help="Number of rows per split, from the start.")
     ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", min=1, help="Only rows whose texts have at most so many tokens."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model whose tokenizer counts for --max-length.")] = None,
 ) -> None:
-    """Save a data set to a folder, for a machine without a network or to avoid changes on the hub."""
-    if source.startswith("builtin:"):
-        raise DataError(f"{source} is generated and need not be saved")
-    if folder.exists():
-        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
-    from posttrain.data.sources import keep  # imports torch, which takes seconds
+    """Save data sets to a folder, for a machine without a network or to avoid changes on the hub.
 
-    for done in keep(source, folder, split, max_rows):
-        left_out = f", {done.malformed:,} malformed dropped" if done.malformed else ""
-        say(f"{done.name}: {counted(done.rows, 'row')}, {done.bytes / 2**20:.1f} MiB{left_out}")
-    known = known_set(source)
-    say(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {known.name})" if known else ""))
+    Several sets become folders of their own below FOLDER, each with the last part of its name.
+    """
+    if (max_length is None) != (model is None):
+        raise UsageError("--max-length and --model belong together: the model's tokenizer counts the tokens")
+    names = {source: Path(source).stem if Path(source).is_file() else Path(source).name for source in sources}
+    folders = {source: folder / name if len(sources) > 1 else folder for source, name in names.items()}
+    if len(set(folders.values())) < len(sources):
+        raise UsageError(f"two of {', '.join(sources)} would be saved in the same folder: save them one by one")
+    for source, target in folders.items():
+        if source.startswith("builtin:"):
+            raise DataError(f"{source} is generated and need not be saved")
+        if target.exists():
+            raise DataError(f"{target} already exists: choose another folder, or remove it first")
+    with quick_imports():
+        from posttrain.config import ModelConfig
+        from posttrain.data.prompts import tokens_within  # these import torch, which takes seconds
+        from posttrain.data.sources import keep
+        from posttrain.models.load import load_tokenizer
+
+    fits = tokens_within(load_tokenizer(ModelConfig(path=model)), max_length) if model and max_length else None
+    for source, target in folders.items():
+        for done in keep(source, target, split, max_rows, fits):
+            left_out = f", {done.malformed:,} malformed dropped" if done.malformed else ""
+            left_out += f", {done.longer:,} longer than {max_length:,} tokens left out" if done.longer else ""
+            say(f"{done.name}: {counted(done.rows, 'row')}, {done.bytes / 2**20:.1f} MiB{left_out}")
+        known = known_set(source)
+        say(f"saved in {target}; use it with data.source={target}" + (f" (columns as {known.name})" if known else ""))

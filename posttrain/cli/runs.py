@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from posttrain.runs.finding import links_in, named, short
 from posttrain.runs.folder import NOTES, Notes, read_notes, write_notes
 from posttrain.runs.managing.listing import ORDERS, Column, filtered, ordered, table_lines
 from posttrain.runs.summary import RunSummary, summaries_below
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HELP = """List, show and manage runs. Without a command, in a terminal: choose runs with the arrow keys.
 
@@ -109,11 +106,13 @@ def cells_of(run: RunSummary) -> list[str]:
 @app.command()
 def show(run: Name, output_dir: OutputDir = RUNS) -> None:
     """Show one run: state, main settings, last metrics, saved models, provenance."""
+    from rich.table import Table
+
     from posttrain.base.console import PlainConsole
     from posttrain.runs.managing.facts import facts_of
 
     summary = RunSummary(named(run, output_dir.expanduser()))
-    table = _grid()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in facts_of(summary):
@@ -129,19 +128,10 @@ def diff(
 ) -> None:
     """Show how two runs differ: settings, versions and data, and the latest value of each metric."""
     from posttrain.base.console import PlainConsole
-    from posttrain.runs.managing.facts import differences
+    from posttrain.runs.managing.facts import difference_table
 
-    folders = [named(run, output_dir.expanduser()) for run in (one, other)]
-    table = _grid()
-    for title in ("", folders[0].name, folders[1].name):
-        table.add_column(title, overflow="fold")
-    table.add_column("B - A", justify="right", no_wrap=True)
-    table.show_header = True
-    for kind, (rows, equal) in differences(*folders).items():
-        table.add_row(f"{kind}: {len(rows)} differ, {equal} are equal", "", "", "", style="bold")
-        for name, value, other_value, change in rows:
-            table.add_row(f"  {name}", value, other_value, "" if change is None else f"{change:+.4g}")
-    PlainConsole().print(table)
+    root = output_dir.expanduser()
+    PlainConsole().print(difference_table(named(one, root), named(other, root)))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -186,12 +176,6 @@ def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir
         say(f"updated: {short(path)}")
     for what in done.left:
         say(f"still has the old path: {what}", error=True)
-
-
-def _grid() -> Table:
-    from rich.table import Table
-
-    return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
 
 
 for command in ("rm", "prune", "free", "snapshot", "snapshots", "restore", "export"):

@@ -13,14 +13,14 @@ import typer
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import say, visible
 from posttrain.base.words import counted, in_units
-from posttrain.runs.finding import SNAPSHOTS, checked_name, folders_of, named, short, size_of
+from posttrain.runs.finding import SNAPSHOTS, checked_name, named, short
 from posttrain.runs.managing import copies, removing
 from posttrain.runs.managing.copies import COPY, pack_run, read_snapshot
 from posttrain.runs.managing.listing import Column, bound, filtered, table_lines
 from posttrain.runs.managing.paths import described as needed_by
 from posttrain.runs.managing.paths import refuse_needed
 from posttrain.runs.managing.removing import Plan, left_over, plan_prune, spare_needed
-from posttrain.runs.summary import RunSummary, summaries_below
+from posttrain.runs.summary import summaries_below
 
 RUNS = Path("runs")
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder of runs, as in the settings.")]
@@ -66,7 +66,7 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
     if not force:  # all of them together, and before the first deletion: one may need another
         refuse_needed(targets, [root], f"{', '.join(map(str, targets))}: not deleted")
     for target in targets:
-        what = described(target)
+        what = removing.described(target)
         if not yes and not _confirmed(f"delete {what}?", f"{target} is kept: give --yes to delete it"):
             say(f"kept {target}")
             continue
@@ -202,7 +202,7 @@ def restore(
     target = read_snapshot(folder).run
     target = target.with_name(checked_name(to)) if to else target
     asks = replace and target.exists() and not yes
-    if asks and not _confirmed(f"replace {described(target)}?", f"{target} is kept: give --yes to replace it"):
+    if asks and not _confirmed(f"replace {removing.described(target)}?", f"{target} is kept: give --yes to replace it"):
         say(f"kept {target}")
         return
     say(f"verified and restored: {short(copies.restore(folder, target, replace))}")
@@ -224,17 +224,6 @@ def export(
     sizes = pack_run(target, path, not no_checkpoints, overwrite)
     packed = in_units(path.stat().st_size)
     say(f"{path}: {counted(len(sizes), 'file')}, {in_units(sum(sizes))}, packed {packed}")
-
-
-def described(target: Path) -> str:
-    """Describe a run, a whole run or a snapshot in one line."""
-    if (target / COPY).is_dir():
-        return f"{target}: snapshot, {in_units(size_of(target))}"
-    runs = folders_of(target)
-    if runs != [target]:
-        return f"{target}: {counted(len(runs), 'run')}, {in_units(size_of(target))}"
-    run = RunSummary(target)
-    return f"{target}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
 
 
 def _local(time: str) -> str:

@@ -6,7 +6,7 @@ returns one message per fault, which says what to do.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,17 @@ def completion_faults(
                 "always split in the same way (data.tags), preferably of one token each."
             )
     return faults
+
+
+def tokens_within(tokenizer: PreTrainedTokenizerBase, most: int) -> Callable[[object], bool]:
+    """A test whether all texts of a row together have at most so many tokens, without those that a template adds."""
+
+    def count(value: object) -> int:
+        if isinstance(value, dict | list):
+            return sum(map(count, value.values() if isinstance(value, dict) else value))
+        return len(_encode(value, tokenizer)) if isinstance(value, str) else 0
+
+    return lambda row: count(row) <= most
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

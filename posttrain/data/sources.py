@@ -7,11 +7,10 @@ when the files are read. The folder is created by a single rename, so it is eith
 import difflib
 import gzip
 import hashlib
-import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,19 +283,24 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedSplit:
-    """What was saved of one split: the numbers of rows and bytes, and of malformed rows left out."""
+    """What was saved of one split: the numbers of rows and bytes, and of malformed and too long rows left out."""
 
     name: str
     rows: int
     malformed: int
+    longer: int
     bytes: int
 
 
 def keep(
-    source: str, folder: Path, splits: Sequence[str] | None = None, max_rows: int | None = None
+    source: str,
+    folder: Path,
+    splits: Sequence[str] | None = None,
+    max_rows: int | None = None,
+    fits: Callable[[object], bool] | None = None,
 ) -> list[SavedSplit]:
-    """Write splits of a `source` setting, all of them by default, and a manifest to a new folder. Raises DataError if
-    the folder exists or cannot be written, or if a split has no readable row."""
+    """Write splits of a `source` setting, all of them by default, and a manifest to a new folder; of a split, the rows
+    that `fits` accepts. Raises DataError if the folder exists or cannot be written, or if a split has no such row."""
     taken = DataError(f"{folder} already exists: choose another folder, or remove it first")
     if folder.exists():
         raise taken
@@ -310,10 +314,10 @@ def keep(
             # paths in the hub cache: …/snapshots/{commit}/…
             revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
             file = work / f"{name}.jsonl.gz"
-            rows, malformed = _write(file, progress(itertools.islice(opened.read(), max_rows), f"saving {name}"))
+            rows, malformed, longer = _write(file, progress(opened.read(), f"saving {name}"), max_rows, fits)
             if not rows:
-                raise DataError(f"the split {name} has no readable row")
-            done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
+                raise DataError(f"the split {name} has no readable row{' below the length' if longer else ''}")
+            done.append(SavedSplit(name, rows, malformed, longer, file.stat().st_size))
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": sha256_of(file)}
         facts = {"source": source, "known": known and known.name, "repo": known and known.repo}
         manifest = {"format": MANIFEST_FORMAT, **facts, "splits": entries}
@@ -330,17 +334,24 @@ def keep(
     return done
 
 
-def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
-    rows = malformed = 0
+def _write(
+    file: Path, records: Iterable[Record], max_rows: int | None, fits: Callable[[object], bool] | None
+) -> tuple[int, int, int]:
+    """Write up to `max_rows` rows; returns how many are written, malformed, and too long."""
+    rows = malformed = longer = 0
     # without a name and a time, the same rows give the same bytes
     with file.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as stream:
         for record in records:
             if record.value is None:
                 malformed += 1
-                continue
-            stream.write(json.dumps(record.value, default=str).encode() + b"\n")
-            rows += 1
-    return rows, malformed
+            elif fits is None or fits(record.value):
+                stream.write(json.dumps(record.value, default=str).encode() + b"\n")
+                rows += 1
+            else:
+                longer += 1
+            if rows + malformed == max_rows:
+                break
+    return rows, malformed, longer
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

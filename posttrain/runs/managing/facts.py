@@ -10,16 +10,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.base.terminal import visible
 from posttrain.base.words import in_units
 from posttrain.runs.checkpoint import MODELS, list_checkpoints, saved_step, verify
 from posttrain.runs.files import bits, flat, load_json, load_tensors
-from posttrain.runs.finding import links_in
+from posttrain.runs.finding import links_in, short
 from posttrain.runs.metrics import latest_metrics, read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary, read_run
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
 
 MISSING = "-"
 NO_VERSIONS = ("command", "folder", "models")  # provenance that differs between any two runs
@@ -77,6 +79,24 @@ def differences(one: Path, other: Path) -> dict[str, tuple[list[Differing], int]
         differing = _differing(*both)
         compared[kind] = differing, len(both[0].keys() | both[1].keys()) - len(differing)
     return compared
+
+
+def difference_table(one: Path, other: Path) -> Table:
+    """The differences of two run folders as a table for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    titles = (one.name, other.name) if one.name != other.name else (short(one), short(other))
+    for title in ("", *titles):
+        table.add_column(Text(visible(title)), overflow="fold")
+    table.add_column("B - A", justify="right", no_wrap=True)
+    for kind, (rows, equal) in differences(one, other).items():
+        table.add_row(f"{kind}: {len(rows)} differ, {equal} are equal", style="bold")
+        for name, *values, change in rows:
+            cells = (f"  {name}", *values, "" if change is None else f"{change:+.4g}")
+            table.add_row(*(Text(visible(cell)) for cell in cells))
+    return table
 
 
 def _versions(run: Path) -> dict[str, Any]:

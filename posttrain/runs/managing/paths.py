@@ -41,8 +41,10 @@ def needed(targets: Sequence[Path], beside: Iterable[Path] = ()) -> list[Need]:
     names = {folder.name for folder in folders}
     needs: list[Need] = []
     for other in _others(folders, beside):
-        if not within(other.resolve(), folders):
-            needs += [need for need in _needs(other, names) if within(need.path, folders)]
+        if within(other.resolve(), folders):
+            continue
+        has = {original_of(other)} if is_copy(other) else set[Path]()  # a snapshot needs nothing that is copied in it
+        needs += [need for need in _needs(other, names) if within(need.path, folders) and not within(need.path, has)]
     return list(dict.fromkeys(needs))
 
 

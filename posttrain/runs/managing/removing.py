@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.base.errors import RunError
 from posttrain.base.files import leftovers, settle
+from posttrain.base.words import counted, in_units
 from posttrain.runs.atomic import remove_folder
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
 from posttrain.runs.finding import (
@@ -22,7 +23,9 @@ from posttrain.runs.finding import (
     size_of,
 )
 from posttrain.runs.folder import refuse_occupied
+from posttrain.runs.managing.copies import COPY
 from posttrain.runs.managing.paths import Need, finish_renaming, needed, refuse_needed, within
+from posttrain.runs.summary import RunSummary
 
 ASIDE = ".set-aside"
 ARCHIVE = re.compile(r"\.(?:tar|tar\.gz|tgz)\.tmp-\d+$")
@@ -48,6 +51,17 @@ class Plan:
     @property
     def size(self) -> int:
         return sum(item.size for item in self.items)
+
+
+def described(target: Path) -> str:
+    """Describe a run, a whole run or a snapshot in one line."""
+    if (target / COPY).is_dir():
+        return f"{target}: snapshot, {in_units(size_of(target))}"
+    runs = folders_of(target)
+    if runs != [target]:
+        return f"{target}: {counted(len(runs), 'run')}, {in_units(size_of(target))}"
+    run = RunSummary(target)
+    return f"{target}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
 
 
 def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> None:

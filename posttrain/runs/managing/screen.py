@@ -1,29 +1,32 @@
 """The interactive mode of `posttrain runs`: a table of runs with keys to manage them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+from rich.table import Table
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import DataTable, Footer, Input, Label, Static
+from textual.widgets import DataTable, Footer, Input, Label, OptionList, Static
 
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.files import table_beside
 from posttrain.base.terminal import visible
 from posttrain.base.words import counted, in_units
+from posttrain.runs.finding import root_of, short
 from posttrain.runs.folder import Notes, read_notes, write_notes
-from posttrain.runs.managing.copies import take
-from posttrain.runs.managing.facts import facts_of
+from posttrain.runs.managing.copies import read_snapshot, restore, snapshots_of, take
+from posttrain.runs.managing.facts import difference_table, facts_of
 from posttrain.runs.managing.listing import ORDERS, filtered, ordered
-from posttrain.runs.managing.paths import described, refuse_needed, rename
-from posttrain.runs.managing.removing import Plan, delete, plan_prune, prune, spare_needed
+from posttrain.runs.managing.paths import described as needed_by
+from posttrain.runs.managing.paths import refuse_needed, rename
+from posttrain.runs.managing.removing import Plan, delete, described, plan_prune, prune, spare_needed
 from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
@@ -32,17 +35,17 @@ HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip
 
 
 class TextScreen(ModalScreen[None]):
-    """A page of text, closed by Escape, Enter, q or ?."""
+    """A page of text or a table, closed by Escape, Enter, q or ?."""
 
     BINDINGS: ClassVar = [Binding("escape,enter,q,question_mark", "dismiss", "close")]
 
-    def __init__(self, text: str):
+    def __init__(self, text: str | Table):
         super().__init__()
         self._text = text
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="page"):
-            yield Static(Text(self._text))
+            yield Static(Text(self._text) if isinstance(self._text, str) else self._text)
         yield Footer(compact=True)
 
 
@@ -80,6 +83,25 @@ class ConfirmScreen(ModalScreen[bool]):
         yield Footer(compact=True)
 
 
+class ChoiceScreen(ModalScreen[int | None]):
+    """A list to choose from with the arrow keys and Enter: returns the index, or None for Escape and q."""
+
+    BINDINGS: ClassVar = [Binding("escape,q", "dismiss", "cancel")]
+
+    def __init__(self, question: str, choices: Sequence[str]):
+        super().__init__()
+        self._question, self._choices = question, choices
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Label(Text(self._question))
+            yield OptionList(*(Text(visible(choice)) for choice in self._choices))
+        yield Footer(compact=True)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_index)
+
+
 class RunsApp(App[None]):
     """The runs below a folder. Errors are shown as messages at the bottom; the app modifies a run only when a key is
     pressed."""
@@ -95,6 +117,7 @@ class RunsApp(App[None]):
         self.runs: list[RunSummary] = []  # all runs
         self.shown: list[RunSummary] = []  # the runs in the table, in its order
         self.terms = ""
+        self.compared: Path | None = None  # the first of two runs to compare
         self.order, self.reverse = "time", True  # the latest first, where the cursor starts
 
     def compose(self) -> ComposeResult:
@@ -210,27 +233,46 @@ class RunsApp(App[None]):
     @work
     async def action_rename(self) -> None:
         if run := self.current:
-            name = await self.push_screen_wait(
-                InputScreen(f"new name of {visible(run.name)}", run.folder.resolve().name)
-            )
-            if name is not None and name != run.folder.name:
+            whole = root_of(run.folder)  # a stage has the name that the settings give it
+            name = await self.push_screen_wait(InputScreen(f"new name of {visible(short(whole))}", whole.name))
+            if name is not None and name != whole.name:
                 with self._changing():
-                    done = rename(run.folder, name, [self.root])
+                    done = rename(whole, name, [self.root])
                     also = f"; updated {counted(len(done.updated), 'file')}" if done.updated else ""
                     left = f"; still has the old path: {', '.join(done.left)}" if done.left else ""
                     look = "warning" if left else "information"
-                    self._say(f"{run.name} is now {done.folder.name}{also}{left}", look)
+                    self._say(f"{short(whole)} is now {done.folder.name}{also}{left}", look)
+
+    async def _of_stage(self, run: Path) -> Path | None:
+        """The folder that is meant: for a stage or model of a whole run, one of both; None if the user cancels."""
+        folders = list(dict.fromkeys([run.resolve(), root_of(run)]))
+        choice = 0
+        if len(folders) > 1:
+            lines = await asyncio.to_thread(lambda: [described(folder) for folder in folders])
+            choice = await self.push_screen_wait(ChoiceScreen("This stage, or the whole run?", lines))
+        return None if choice is None else folders[choice]
 
     @work
     async def action_delete(self) -> None:
-        if run := self.current:
+        if (run := self.current) and (target := await self._of_stage(run.folder)):
             with self._errors_shown():
-                refuse_needed([run.folder], [self.root], run.name)
-                what = f"{run.name}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
-                if await self.push_screen_wait(ConfirmScreen(f"Permanently delete {visible(what)}?")):
+                refuse_needed([target], [self.root], short(target))
+                if await self.push_screen_wait(ConfirmScreen(f"Permanently delete {visible(described(target))}?")):
                     with self._changing():
-                        delete(run.folder, [self.root])
-                        self._say(f"deleted {run.name}")
+                        delete(target, [self.root])
+                        self._say(f"deleted {short(target)}")
+
+    def action_compare(self) -> None:
+        """Remember the run; with a second run, show what `posttrain runs diff` prints."""
+        if (run := self.current) is None:
+            return
+        if self.compared in (None, run.folder):
+            self.compared = run.folder
+            self._say(f"compare {run.name} with another run: go to it and press c")
+        else:
+            first, self.compared = self.compared, None
+            with self._errors_shown():
+                self.push_screen(TextScreen(difference_table(first, run.folder)))
 
     @work
     async def action_prune(self) -> None:
@@ -250,16 +292,36 @@ class RunsApp(App[None]):
         plan = plan_prune(run)
         spare_needed([plan], [self.root])
         if plan.needs:
-            raise RunError(f"{run} is not pruned: {described(plan.needs)}")
+            raise RunError(f"{run} is not pruned: {needed_by(plan.needs)}")
         return plan
 
     @work
     async def action_snapshot(self) -> None:
-        if run := self.current:
-            self._say(f"copying {run.name}, {in_units(run.size)} …")
+        if (run := self.current) and (target := await self._of_stage(run.folder)):
+            self._say(f"copying {short(target)} …")
             with self._errors_shown():
-                folder = await asyncio.to_thread(take, run.folder)
+                folder = await asyncio.to_thread(take, target)
                 self._say(f"snapshot: {folder.name}")
+
+    @work
+    async def action_restore(self) -> None:
+        """Restore a snapshot; a run that is there is replaced after confirmation."""
+        with self._errors_shown():
+            stored = [read_snapshot(folder) for folder in reversed(snapshots_of(self.root))]  # the latest first
+            if not stored:
+                self._say("there are no snapshots: s takes one")
+                return
+            lines = [f"{copy.folder.name}  {in_units(copy.size)}  {copy.problem or copy.note}" for copy in stored]
+            chosen = await self.push_screen_wait(ChoiceScreen("Restore which snapshot?", lines))
+            if chosen is None:
+                return
+            snapshot = stored[chosen]
+            exists = snapshot.run.exists()
+            question = f"Replace {visible(described(snapshot.run))} by the snapshot?" if exists else ""
+            if not question or await self.push_screen_wait(ConfirmScreen(question)):
+                with self._changing():
+                    folder = await asyncio.to_thread(restore, snapshot.folder, None, exists)
+                    self._say(f"verified and restored: {short(folder)}")
 
     @contextmanager
     def _errors_shown(self) -> Iterator[None]:
