@@ -1,6 +1,6 @@
 """posttrain: post-training of language models on one packed batch.
 
-The Python API: `train`, `train_all`, `load_run`, `evaluate` (posttrain/api.py, docs/api.md).
+The Python API: `explore`, `train`, `train_all`, `load_run`, `evaluate` (posttrain/api.py, docs/api.md).
 """
 
 import logging
@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.api import Evaluated, TrainedRun, evaluate, load_run, train, train_all
+    from posttrain.api import Evaluated, TrainedRun, evaluate, explore, load_run, train, train_all
 
 __version__ = "0.1.0"
-__all__ = ["Evaluated", "TrainedRun", "evaluate", "load_run", "train", "train_all"]
+__all__ = ["Evaluated", "TrainedRun", "evaluate", "explore", "load_run", "train", "train_all"]
 
 # Turn off the telemetry of libraries, which read these variables when imported. Variables set by the user are kept.
 TELEMETRY = {

@@ -1,4 +1,4 @@
-"""The Python API: train, evaluate, and read the results of a run.
+"""The Python API: explore, train, evaluate, and read the results of a run.
 
     import posttrain
 
@@ -25,7 +25,7 @@ from posttrain import runner
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.base.functions import give
 from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
-from posttrain.config.options import EvalOptions
+from posttrain.config.options import EvalOptions, ExploreOptions
 from posttrain.config.reading.explain import checked
 from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
@@ -36,6 +36,7 @@ from posttrain.evaluation.items import Items, load_items
 from posttrain.evaluation.records import Answer, read_answers
 from posttrain.evaluation.suite import ALIASES, find_suite, with_settings
 from posttrain.evaluation.tasks import Tasks, evaluate_tasks
+from posttrain.inspection.quality import explore_stages
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.runs.checkpoint import list_checkpoints
@@ -184,6 +185,23 @@ def train_all(
     ):
         sys.exit(status)
     return [TrainedRun(folder) for folder in runner.folders_of(stages, root, resume, skip, model_index)]
+
+
+def explore(
+    settings: Settings,
+    *,
+    overrides: Sequence[str] = (),
+    data: Rows | Mapping[str, Rows] | None = None,
+    rewards: Sequence[Callable[..., Any]] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Show the data as a run with these settings would see it, and check it, as `posttrain explore` does.
+
+    The arguments are those of `train`, and as `options` those of the command, such as `rows=5`, `set="validation"` or
+    `json=True` (print nothing). Returns counts, lengths, the rows shown and the findings (docs/data.md), for several
+    stages by stage.
+    """
+    return explore_stages(_stages(settings, overrides, _given(data, rewards)), ExploreOptions(**options))
 
 
 def _given(data: Rows | Mapping[str, Rows] | None, rewards: Sequence[Callable[..., Any]]) -> dict[str, Any]:

@@ -199,6 +199,12 @@ def test_rows_and_functions_in_memory(scratch_model, tmp_path, monkeypatch, caps
     }  # fmt: skip
     named = {**settings, "rewards": [{"type": "python", "function": "of_file:short"}], "name": "named"}
     of_file = posttrain.train(named | {"data": {"template": "none", "source": "rows.jsonl"}})
+    seen = posttrain.explore(settings, data=Dataset.from_list(rows), rewards=[short], rows=2)
+    printed = capsys.readouterr().out
+    assert "What is 0?" in printed and "What is 1?" in printed and "What is 2?" not in printed
+    same = posttrain.explore(named | {"data": {"template": "none", "source": "rows.jsonl"}}, rows=2, json=True)
+    assert not capsys.readouterr().out and seen["sets"] == same["sets"] and len(seen["rows"]) == 2
+    assert seen["findings"]["rows"] == same["findings"]["rows"]
     given = posttrain.train(settings | {"name": "given"}, data=Dataset.from_list(rows), rewards=[short])
     assert given.metric("rewards/short/mean")[1] == of_file.metric("rewards/short/mean")[1]
     assert given.metric("loss")[1] == of_file.metric("loss")[1]

@@ -1,6 +1,7 @@
 """Runs that fail by themselves save what they have done; resumed, they end as if they had not failed, to the bit."""
 
 import asyncio
+import errno
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from test_resume import assert_same_run, settings, start
 
 from benchmarks import sums
-from posttrain.base.errors import EngineError, RewardError, RunError, Stopped
+from posttrain.base.errors import EngineError, RewardError, RunError, Stopped, message_of
 from posttrain.base.signals import handling
 from posttrain.cli import main
 from posttrain.config import load
@@ -22,6 +23,7 @@ from posttrain.engines import EmbeddedEngine
 from posttrain.optim.update import AdamW
 from posttrain.recipes import ppo, sft
 from posttrain.runs import rollouts
+from posttrain.runs.atomic import writing
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.files import load_json
 from posttrain.runs.run import Run
@@ -170,6 +172,24 @@ def test_a_save_that_fails_does_not_hide_why_the_run_failed(tmp_path, shared, sc
     assert failed.value.__notes__ == ["the steps since the last checkpoint are not saved: no space"]
     assert read_run(tmp_path / "run").reason.startswith("ValueError: the first (")
     assert "are not saved: no space" in (tmp_path / "run/training.log").read_text()
+
+
+def test_a_full_disk_is_told_once(tmp_path, shared, scratch_model, monkeypatch, capsys):
+    """Though the save after the failure fails for the same reason, and in another temporary folder."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(self, folder):
+        (folder / "begun").write_text("")
+        with writing(folder / "optimizer.safetensors"):
+            raise full
+
+    monkeypatch.setattr(Saver, "_write_optimizer", write)
+    with pytest.raises(RunError, match="no space to write") as failed:
+        start(tmp_path, sft_sections(shared, scratch_model))
+    assert failed.value.__notes__ == ["the steps since the last checkpoint are not saved"]
+    shown = message_of(failed.value)
+    assert shown.count("no space") == 1 and "/run/checkpoint-" in shown and ".tmp-" not in shown
+    assert "no space" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """`posttrain explore` and `posttrain data`: the data as a run sees it, and the known data sets."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 from rich import box
@@ -13,42 +12,11 @@ from rich.table import Table
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import DataError, UsageError
 from posttrain.base.imports import quick_imports
-from posttrain.base.options import Flag
 from posttrain.base.terminal import say
 from posttrain.base.words import counted
 from posttrain.cli.settings import Config, Overrides, load_stages
-from posttrain.config import Stage, held_out_together
-from posttrain.config.options import OVERWRITE
+from posttrain.config.options import ExploreOptions
 from posttrain.config.schema.datasets import known_set, known_sets
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExploreOptions:
-    """Which rows are shown, and what is checked."""
-
-    rows: Annotated[int, Flag("Number of examples to show.", min=0)] = 3
-    first: Annotated[int, Flag("Index of the first example to show, from 0.", min=0, metavar="N")] = 0
-    row: Annotated[int | None, Flag("Show only the examples of this row.", min=0, metavar="N")] = None
-    sort: Annotated[
-        Literal["row", "longest", "shortest"], Flag("Order of the examples: as in the data, or by length.")
-    ] = "row"
-    set: Annotated[str, Flag("Set whose examples are shown: train, or a validation set.", metavar="NAME")] = "train"
-    json: Annotated[bool, Flag("Print everything as JSON: counts, lengths, rows, findings.")] = False
-    no_quality: Annotated[bool, Flag("Show the rows without checking them.")] = False
-    against: Annotated[
-        Sequence[str],
-        Flag(
-            "Questions to look for in the training rows; repeatable. Default: the suites in the local hub cache.",
-            metavar="SUITE|SUITE=SOURCE|FILE",
-        ),
-    ] = ()
-    ngram: Annotated[int, Flag("Consecutive words that a question and a row must share: 13 or 8.")] = 13
-    reward_model: Annotated[str | None, Flag("Model that estimates the share of wrong labels.", metavar="MODEL")] = None
-    report: Annotated[Path | None, Flag("File for the findings, with all rows concerned.", metavar="FILE.json")] = None
-    overwrite: Annotated[bool, OVERWRITE] = False
 
 
 def explore(
@@ -61,56 +29,13 @@ def explore(
     estimates with --reward-model the share of wrong labels. --json prints the same for programs, and the Data page of
     `posttrain ui` shows it.
     """
-    if options.ngram not in (13, 8):
-        raise UsageError(f"--ngram {options.ngram}: it must be 13 or 8")
-    if options.no_quality and (options.against or options.reward_model or options.report):
-        raise UsageError("--no-quality cannot be combined with --against, --reward-model or --report")
     stages = load_stages(config, overrides, flags)
     with quick_imports():
-        from posttrain.planning.plan import StageTokenizers  # these import torch, which takes seconds
-        from posttrain.runs.files import ready_to_write, save_json
+        from posttrain.inspection.quality import explore_stages  # imports torch, which takes seconds
 
-    if options.report is not None:
-        ready_to_write(options.report, (), options.overwrite)
-    console, tokenizers = PlainConsole(), StageTokenizers(0)
-    overviews: dict[str, dict[str, Any]] = {}
-    for stage in held_out_together(stages):
-        if stage.name and not options.json:
-            console.rule(f"stage {stage.name}", align="left")
-        overviews[stage.name] = _explored(stage, tokenizers.of(stage), options, console)
+    overviews = explore_stages(stages, options)
     if options.json:
-        say(json.dumps(_of_stages(overviews)))
-    if options.report is not None:
-        save_json(options.report, _of_stages({name: overview["findings"] for name, overview in overviews.items()}))
-
-
-def _explored(
-    stage: Stage, tokenizer: "PreTrainedTokenizerBase", options: ExploreOptions, console: PlainConsole
-) -> dict[str, Any]:
-    """Show a stage's data, unless it is printed as JSON. Returns its JSON, with the findings."""
-    from posttrain.data import Selection, overview
-    from posttrain.data import explore as show
-    from posttrain.inspection.quality import check_quality
-    from posttrain.training.job import data_of
-
-    selection = Selection(options.rows, options.first, options.set, options.sort, options.row)
-    prepared = data_of(stage.config, stage.config.models[0], tokenizer)
-    shown = overview(prepared, tokenizer, selection) if options.json else dict[str, Any]()
-    if not options.json:
-        show(prepared, tokenizer, selection, console)
-    if options.no_quality:
-        return shown
-    against, n, judge = options.against, options.ngram, options.reward_model
-    quality = check_quality(stage.config, prepared, tokenizer, against=against, n=n, reward_model=judge)
-    if not options.json:
-        console.print()
-        quality.show(console)
-    return shown | {"findings": quality.as_json()}
-
-
-def _of_stages(by_stage: Mapping[str, object]) -> object:
-    """The values by stage; for a single stage, just its value."""
-    return by_stage if len(by_stage) > 1 else next(iter(by_stage.values()))
+        say(json.dumps(overviews))
 
 
 app = typer.Typer(help="List known data sets, and save one for offline use.", no_args_is_help=True)

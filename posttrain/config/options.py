@@ -148,6 +148,38 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExploreOptions:
+    """Which rows `posttrain explore` and `posttrain.explore` show, and what is checked."""
+
+    rows: Annotated[int, Flag("Number of examples to show.", min=0)] = 3
+    first: Annotated[int, Flag("Index of the first example to show, from 0.", min=0, metavar="N")] = 0
+    row: Annotated[int | None, Flag("Show only the examples of this row.", min=0, metavar="N")] = None
+    sort: Annotated[
+        Literal["row", "longest", "shortest"], Flag("Order of the examples: as in the data, or by length.")
+    ] = "row"
+    set: Annotated[str, Flag("Set whose examples are shown: train, or a validation set.", metavar="NAME")] = "train"
+    json: Annotated[bool, Flag("Print everything as JSON: counts, lengths, rows, findings.")] = False
+    no_quality: Annotated[bool, Flag("Show the rows without checking them.")] = False
+    against: Annotated[
+        Sequence[str],
+        Flag(
+            "Questions to look for in the training rows; repeatable. Default: the suites in the local hub cache.",
+            metavar="SUITE|SUITE=SOURCE|FILE",
+        ),
+    ] = ()
+    ngram: Annotated[int, Flag("Consecutive words that a question and a row must share: 13 or 8.")] = 13
+    reward_model: Annotated[str | None, Flag("Model that estimates the share of wrong labels.", metavar="MODEL")] = None
+    report: Annotated[Path | None, Flag("File for the findings, with all rows concerned.", metavar="FILE.json")] = None
+    overwrite: Annotated[bool, OVERWRITE] = False
+
+    def __post_init__(self) -> None:
+        if self.ngram not in (13, 8):
+            raise UsageError(f"--ngram {self.ngram}: it must be 13 or 8")
+        if self.no_quality and (self.against or self.reward_model or self.report):
+            raise UsageError("--no-quality cannot be combined with --against, --reward-model or --report")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """How sides are compared. `by_id`: see `posttrain/evaluation/comparing/differences.py`."""
 

@@ -10,18 +10,58 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.console import PlainConsole
 from posttrain.base.errors import DataError
 from posttrain.base.words import counted
-from posttrain.config.schema.run import RunConfig
-from posttrain.data import Prepared
+from posttrain.config import RunConfig, Stage, held_out_together
+from posttrain.config.options import ExploreOptions
+from posttrain.data import Prepared, Selection, explore, overview
 from posttrain.data.prepare import rows_of_run
 from posttrain.inspection import overlap
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
+from posttrain.planning.plan import StageTokenizers
+from posttrain.runs.files import ready_to_write, save_json
+from posttrain.training.job import data_of
 
 SHOWN = 3  # examples shown on a line
 LISTED = 10  # rows shown of a list
 WIDEST = 34  # width of `validation: prompt in train, exact`
+
+
+def explore_stages(stages: Sequence[Stage], options: ExploreOptions) -> dict[str, Any]:
+    """Show each stage's data in the terminal, unless `options.json`, and check it; returns what --json prints: for one
+    stage its counts, lengths, rows and findings, for several these by stage."""
+    if options.report is not None:
+        ready_to_write(options.report, (), options.overwrite)
+    console, tokenizers = PlainConsole(), StageTokenizers(0)
+    overviews = dict[str, Any]()
+    for stage in held_out_together(stages):
+        if stage.name and not options.json:
+            console.rule(f"stage {stage.name}", align="left")
+        overviews[stage.name] = _explored(stage.config, tokenizers.of(stage), options, console)
+    findings = {name: overview.get("findings") for name, overview in overviews.items()}
+    if options.report is not None:
+        save_json(options.report, findings if len(findings) > 1 else next(iter(findings.values())))
+    return overviews if len(overviews) > 1 else next(iter(overviews.values()))
+
+
+def _explored(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, options: ExploreOptions, console: Console
+) -> dict[str, Any]:
+    selection = Selection(options.rows, options.first, options.set, options.sort, options.row)
+    prepared = data_of(config, config.models[0], tokenizer)
+    if not options.json:
+        explore(prepared, tokenizer, selection, console)
+    shown = overview(prepared, tokenizer, selection)
+    if options.no_quality:
+        return shown
+    against, n, judge = options.against, options.ngram, options.reward_model
+    quality = check_quality(config, prepared, tokenizer, against=against, n=n, reward_model=judge)
+    if not options.json:
+        console.print()
+        quality.show(console)
+    return shown | {"findings": quality.as_json()}
 
 
 def check_quality(

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from posttrain.base.errors import RunError
-from posttrain.base.files import put_file, put_folder, settle, take_away
+from posttrain.base.files import LEFTOVER, put_file, put_folder, settle, take_away
 from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK
 
 # Errors of a full disk: no space, quota reached, file size limit reached.
@@ -68,6 +68,8 @@ def writing(path: Path, full: str = GO_ON) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        # the temporary folder of `write_folder` means nothing to the user
+        path = Path(*(made["name"] if (made := LEFTOVER.fullmatch(part)) else part for part in path.parts))
         if _number(error) in FULL:
             raise RunError(f"no space to write {path} ({_reason(error)}): {full}") from error
         raise RunError(f"cannot write {path}: {_reason(error)}") from error

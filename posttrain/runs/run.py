@@ -267,9 +267,14 @@ class Run(AbstractContextManager["Run"]):
             try:
                 self._save_after(error)
             except BaseException as second:
-                note = f"the steps since the last checkpoint are not saved: {reason_of(second)}"
-                log.warning(note)
-                error.add_note(note)
+                note = "the steps since the last checkpoint are not saved"
+                if (why := reason_of(second)) != reason:  # a full disk stops both the step's save and this one
+                    note += f": {why}"
+                if interrupted:  # Ctrl-C shows no notes
+                    log.warning(note)
+                else:
+                    self._log.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, note, (), None))
+                    error.add_note(note)
             self.set_state("interrupted" if interrupted else "failed", reason)
         if signals and not interrupted:  # the signal now ends the process before another run starts
             log.error("the run failed: %s", message_of(error))
