@@ -6,10 +6,11 @@ ever created, and prompt tokens never pass through the head.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from posttrain.base.errors import DamagedError
-from posttrain.batch import Pack
-from posttrain.models.attention import PackedMask
+from posttrain.batch import Example, Pack, pack
+from posttrain.models.attention import PackedMask, width_step
 from posttrain.models.families import (
     backbone_of,
     base_of,
@@ -37,6 +38,7 @@ from posttrain.models.sharding import PARTS
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 GRADIENT_ELEMENTS = 1 << 27  # minimum elements of a chunk of logit gradients (kernels/scores.py): 256 MB in 16 bits
 READ_STEP = 4 * ROWS  # the last layer computes its output for a multiple of this number of tokens
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,23 @@ class RewardScorer(nn.Module):
         read_S = _read_at(pack, base.config.get_text_config().pad_token_id)
         head = base.get_submodule("score")
         return head(states_of_sequences(self.model, pack, read_S)).squeeze(-1).float()
+
+
+@torch.no_grad()
+def of_sequences(
+    examples: Sequence[Example],
+    score: Callable[[Pack], Iterable[T]],
+    device: torch.device,
+    tokens_per_pack: int,
+    keep_last: bool = False,
+) -> list[list[T]]:
+    """What `score` gives for each sequence of a pack on the device, by example, in the order of its sequences."""
+    found: list[list[T]] = [[] for _ in examples]
+    packs = pack(examples, tokens_per_pack, keep_last, width_step(device, tokens_per_pack)) if examples else ()
+    for packed in packs:
+        for index, value in zip(packed.groups, score(packed.to(device)), strict=True):
+            found[index].append(value)
+    return found
 
 
 def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch
 from evaluation_samples import write_evaluation
 from transformers import AutoModelForCausalLM
 
+from posttrain import scoring
 from posttrain.base.errors import ConfigError, DataError, RunError
 from posttrain.batch import pack
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.evaluation import lm_eval_requests
 from posttrain.evaluation.exports import export_evaluation
 from posttrain.evaluation.lm_eval_requests import Requests
 from posttrain.evaluation.rules import GSM8K_STRICT, gsm8k_flexible, gsm8k_strict
@@ -173,7 +173,7 @@ def test_continuations_are_scored_as_one_by_one_and_share_their_context(stories,
         fed.extend(one.num_tokens for one in packs)
         return packs
 
-    monkeypatch.setattr(lm_eval_requests, "pack", counting)
+    monkeypatch.setattr(scoring, "pack", counting)
     encode = stories.tokenizer.encode
     first, second = encode("Once upon a time"), encode("The dog")
     likely = encode("Once upon a time, there was a little")[len(first) :]

@@ -491,15 +491,15 @@ def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
     rows = [{"prompt": "Once upon a time", "chosen": a, "rejected": b} for a in ends for b in ends if a != b]
     suite = own(tmp_path, rows, kind="preference", answer=None, rule="none", prompt="")
     monkeypatch.setattr(pairs, "BATCH", 4)
-    scored, margins_of = [], pairs._margins
+    scored, of_sequences = [], pairs.of_sequences
 
-    def dies(model, per_sequence, examples):
+    def dies(examples, *rest):
         scored.append(len(examples))
         if len(scored) == 3:
             raise KeyboardInterrupt
-        return margins_of(model, per_sequence, examples)
+        return of_sequences(examples, *rest)
 
-    monkeypatch.setattr(pairs, "_margins", dies)
+    monkeypatch.setattr(pairs, "of_sequences", dies)
     options = {"reference": str(tmp_path / "reference")}
     with pytest.raises(KeyboardInterrupt):
         run(stories, [suite], tmp_path / "e", **options)

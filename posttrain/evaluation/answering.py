@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DataError
-from posttrain.batch import Example, Node, pack, physical_length
+from posttrain.batch import Example, Node, Pack, physical_length
 from posttrain.config import DataConfig
 from posttrain.config.schema.suite import OF_ENVIRONMENT, SuiteConfig
 from posttrain.data.prompts import Prompt, prompts_of
@@ -30,7 +29,7 @@ from posttrain.evaluation.items import FIELD, Item, fields_of, fill
 from posttrain.evaluation.records import grouped
 from posttrain.grading.verdict import Grade
 from posttrain.models.families import positions_of
-from posttrain.scoring import Scorer
+from posttrain.scoring import Scorer, of_sequences
 
 CHOICE_PACK_TOKENS = 8192
 CHOSEN_AT_ONCE = 64  # items scored at a time
@@ -245,7 +244,8 @@ class Chosen(_Prompted):
             some, began = asked[start : start + CHOSEN_AT_ONCE], time.perf_counter()
             built = [self._example(prompt) for _, prompt in some]
             examples = [example for example in built if isinstance(example, Example)]
-            scores = iter(self._scores(examples))
+            room = max([CHOICE_PACK_TOKENS, *(physical_length(example.trees[0]) for example in examples)])
+            scores = iter(of_sequences(examples, self._scores, self._device, room))
             seconds = (time.perf_counter() - began) / max(len(examples), 1)
             for (item, _), example in zip(some, built, strict=True):
                 failed = Reply.failed(example) if isinstance(example, str) else None
@@ -261,16 +261,10 @@ class Chosen(_Prompted):
             )
         return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=prompt.row)
 
-    @torch.no_grad()
-    def _scores(self, examples: Sequence[Example]) -> list[list[float]]:
-        """The log-probability of each choice of each example."""
-        scores: list[list[float]] = [[] for _ in examples]
-        longest = max((physical_length(example.trees[0], False) for example in examples), default=1)
-        for packed in pack(examples, max(CHOICE_PACK_TOKENS, longest)) if examples else ():
-            values = self._scorer(packed.to(self._device)).logprob_N.cpu().split(packed.length_S.tolist())
-            for number, value in zip(packed.group_S.tolist(), values, strict=True):
-                scores[number].append(float(value.sum()))
-        return scores
+    def _scores(self, packed: Pack) -> list[float]:
+        """The log-probability of each choice of a pack."""
+        parts = self._scorer(packed).logprob_N.cpu().split(packed.length_S.tolist())
+        return [float(logprob.sum()) for logprob in parts]
 
     def _reply(self, logprobs: Sequence[float], seconds: float) -> Reply:
         if not all(map(isfinite, logprobs)):

@@ -6,24 +6,22 @@ A context is computed once for all its continuations, and a prompt once for all 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import ConfigError, DataError
 from posttrain.base.words import counted
-from posttrain.batch import Example, Node, pack
+from posttrain.batch import Example, Node, Pack
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.engines import Engine, Sampling, make_engine, seed_of, stop_token_ids
 from posttrain.evaluation.answering import Reply
-from posttrain.models.attention import width_step
 from posttrain.models.families import positions_of
-from posttrain.scoring import Scorer
+from posttrain.scoring import Scorer, of_sequences
 
 log = logging.getLogger("posttrain")
 
@@ -71,25 +69,17 @@ class Requests(ExitStack):
         order = [i for i in sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i])) if pairs[i][1]]
         for start in progress(range(0, len(order), CONTINUATIONS_AT_ONCE), "scoring continuations"):
             block = order[start : start + CONTINUATIONS_AT_ONCE]
-            for index, score in zip(block, self._scored([pairs[i] for i in block]), strict=True):
+            examples = [Example((Node(pairs[i][0], children=(Node(pairs[i][1], trained=True),)),), i) for i in block]
+            room = max(self.tokens_per_pack, *(len(pairs[i][0]) + len(pairs[i][1]) for i in block))
+            found = of_sequences(examples, self._scored, self.policy.device, room)
+            for index, [score] in zip(block, found, strict=True):
                 scores[index] = score
         return scores
 
-    @torch.no_grad()
-    def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        examples = [
-            Example((Node(context, children=(Node(continuation, trained=True),)),), row)
-            for row, (context, continuation) in enumerate(pairs)
-        ]
-        found = [(0.0, True)] * len(pairs)
-        room = max(self.tokens_per_pack, *(len(context) + len(continuation) for context, continuation in pairs))
-        device = self.policy.device
-        for packed in pack(examples, room, pad_to=width_step(device, room)):
-            scores, lengths = self._scorer(packed.to(device)), packed.length_S.tolist()
-            parts = zip(scores.logprob_N.split(lengths), scores.top1_N.split(lengths), strict=True)
-            for row, (logprobs, top1) in zip(packed.groups, parts, strict=True):
-                found[row] = float(logprobs.double().sum()), bool(top1.all())
-        return found
+    def _scored(self, packed: Pack) -> Iterator[tuple[float, bool]]:
+        scores, lengths = self._scorer(packed), packed.length_S.tolist()
+        for logprobs, top1 in zip(scores.logprob_N.split(lengths), scores.top1_N.split(lengths), strict=True):
+            yield float(logprobs.double().sum()), bool(top1.all())
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Pair:
         if not context:

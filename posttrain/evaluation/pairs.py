@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.console import progress
 from posttrain.base.errors import ModelError
-from posttrain.batch import Example, Pack, pack
+from posttrain.batch import Example, Pack
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.options import EvalOptions
 from posttrain.config.schema.suite import SuiteConfig
@@ -30,12 +29,11 @@ from posttrain.evaluation.answering import template_of
 from posttrain.evaluation.items import Items, pair_text, records_of
 from posttrain.evaluation.records import Answer, EvaluationStore, summarise
 from posttrain.evaluation.running import started
-from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype
 from posttrain.models.families import positions_of
 from posttrain.models.load import check_embeddings, load_model, load_tokenizer
 from posttrain.runs.inputs import content_of
-from posttrain.scoring import RewardScorer, Scorer
+from posttrain.scoring import RewardScorer, Scorer, of_sequences
 
 PACK_TOKENS, BATCH = 8192, 64
 PAIRS = 16  # pairs in a batch of --num-batches
@@ -184,29 +182,23 @@ def _answer(suite: SuiteConfig, row: int, text: str, margin: float | None, reaso
 def margins_by(model: PreTrainedModel, reference: PreTrainedModel | None = None) -> Margins:
     """The function for margins of a reward model's rewards, of implicit rewards or, without a reference, of a policy's
     mean log-probabilities per token."""
-    if is_classifier(model):
-        return partial(_margins, model, RewardScorer(model))
-    scorer, theirs = Scorer(model), None if reference is None else Scorer(reference)
+    rewards = is_classifier(model)
+    scorer = RewardScorer(model) if rewards else Scorer(model)
+    theirs = None if rewards or reference is None else Scorer(reference)
 
-    def per_sequence(packed: Pack) -> torch.Tensor:
-        logprob_N = scorer(packed).logprob_N
+    def per_sequence(packed: Pack) -> list[float]:
+        scores = scorer(packed)
+        if isinstance(scores, torch.Tensor):
+            return scores.tolist()
         if theirs is None:
-            return packed.sum_by_sequence(logprob_N) / packed.length_S
-        return BETA * packed.sum_by_sequence(logprob_N - theirs(packed).logprob_N)
+            return (packed.sum_by_sequence(scores.logprob_N) / packed.length_S).tolist()
+        return (BETA * packed.sum_by_sequence(scores.logprob_N - theirs(packed).logprob_N)).tolist()
 
-    return partial(_margins, model, per_sequence)
+    def margins(examples: Sequence[Example]) -> list[float]:
+        scored = of_sequences(examples, per_sequence, model.device, PACK_TOKENS, rewards)
+        return [chosen - rejected for chosen, rejected in scored]
 
-
-@torch.no_grad()
-def _margins(
-    model: PreTrainedModel, per_sequence: Callable[[Pack], torch.Tensor], examples: Sequence[Example]
-) -> list[float]:
-    """The margin of each pair: the score of chosen minus that of rejected."""
-    device, scores = model.device, dict[int, list[float]]()
-    for packed in pack(list(examples), PACK_TOKENS, is_classifier(model), width_step(device, PACK_TOKENS)):
-        for group, value in zip(packed.group_S.tolist(), per_sequence(packed.to(device)).tolist(), strict=True):
-            scores.setdefault(group, []).append(value)
-    return [scores[index][0] - scores[index][1] for index in range(len(examples))]
+    return margins
 
 
 def is_classifier(loaded: PreTrainedModel) -> bool:

@@ -5,17 +5,17 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import DataError
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted
-from posttrain.batch import Pack, pack
+from posttrain.batch import Pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.rollout import RolloutConfig
@@ -24,13 +24,12 @@ from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
 from posttrain.data.report import Malformed
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
-from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest, positions_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
 from posttrain.runs.files import ready_to_write, save_rows
 from posttrain.sampler import sampling_of
-from posttrain.scoring import RewardScorer, Scorer
+from posttrain.scoring import RewardScorer, Scorer, of_sequences
 
 log = logging.getLogger("posttrain")
 
@@ -155,9 +154,8 @@ def score(
     order = np.argsort(-dataset.lengths, kind="stable")
     for start in progress(range(0, len(order), BATCH), f"scoring {file.name}"):
         examples = [dataset[int(i)] for i in order[start : start + BATCH]]
-        for packed in pack(examples, tokens_per_pack, reward, width_step(device, tokens_per_pack)):
-            for group, values in zip(packed.group_S.tolist(), _values(scorer, packed.to(device)), strict=True):
-                scores.setdefault(examples[group].row, []).append(values)
+        found = of_sequences(examples, partial(_values, scorer), device, tokens_per_pack, reward)
+        scores |= {example.row: values for example, values in zip(examples, found, strict=True)}
 
     names = ("chosen_", "rejected_") if kind == "pair" else ("",)
     rows, scored = [], []
@@ -179,7 +177,6 @@ def score(
     return means
 
 
-@torch.no_grad()
 def _values(scorer: RewardScorer | Scorer, packed: Pack) -> Iterator[dict[str, Any]]:
     """The scores of each sequence of a pack."""
     if isinstance(scorer, RewardScorer):

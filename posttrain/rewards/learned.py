@@ -6,19 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import compress, groupby
 
-import torch
-
 from posttrain.base.errors import ModelError, RewardError
 from posttrain.base.pieces import Pieces
-from posttrain.batch import Example, Node, pack
+from posttrain.batch import Example, Node
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.tokenise import Ids, Tokeniser, Trained, common_prefix
-from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, device_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
-from posttrain.scoring import RewardScorer
+from posttrain.scoring import RewardScorer, of_sequences
 
 log = logging.getLogger("posttrain")
 
@@ -55,7 +52,6 @@ class LearnedReward:
         self._embeddings = check_embeddings(loaded, self.tokenizer, path)
         self._scorer = RewardScorer(loaded)
 
-    @torch.no_grad()
     def __call__(
         self,
         prompts: Sequence[str | Turns],
@@ -71,11 +67,10 @@ class LearnedReward:
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
         groups = list(_groups(prompts, encoded, budget))
         examples = [_tree([encoded[index] for index in group]) for group in groups]
-        owners = [iter(group) for group in groups]
-        for packed in pack(examples, budget, True, width_step(self._device, budget)):
-            values = self._scorer(packed.to(self._device)).tolist()
-            for group, value in zip(packed.group_S.tolist(), values, strict=True):
-                rewards[next(owners[group])] = value
+        scored = of_sequences(examples, lambda packed: self._scorer(packed).tolist(), self._device, budget, True)
+        for group, values in zip(groups, scored, strict=True):
+            for index, value in zip(group, values, strict=True):
+                rewards[index] = value
         for index, value in enumerate(rewards):
             if not math.isfinite(value):
                 raise RewardError(f"the reward model {self.path} gives {value} to completion {index}: it is damaged")
