@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.base.words import by_key
 from posttrain.batch import Example, Node, Pack, sent
 from posttrain.engines.protocol import FinishReason
 from posttrain.environments.trajectory import Trajectory, metrics_of
@@ -174,10 +175,7 @@ class Rollout:
         fed_S = [len(completion.tokens) - int(not feeds_last) for completion in self.completions]
         examples: list[Example] = []
         owners: list[list[Branch]] = []
-        members: dict[int, list[int]] = {}
-        for index in map(int, chosen):
-            members.setdefault(int(self.group_S[index]), []).append(index)
-        for group, indices in members.items():
+        for group, indices in by_key((int(self.group_S[index]), index) for index in map(int, chosen)).items():
             prompt = self.prompts[group].trees[0]
             branches = {index: self._branches(index) for index in indices}
             for some in _fitting(branches, fed_S, len(prompt.tokens), tokens_per_pack):

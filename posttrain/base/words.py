@@ -1,7 +1,12 @@
-"""Counts, names and sizes in readable form, and the boxed answer in a solution. Imports nothing slow."""
+"""Counts, names and sizes in readable form, values by key, and the boxed answer in a solution. Imports nothing slow."""
 
 import re
+from collections.abc import Iterable
 from os.path import abspath
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 SAVED = re.compile(r"final|best|checkpoint-\d+")  # names of folders with a model in a run folder
 
@@ -9,6 +14,14 @@ SAVED = re.compile(r"final|best|checkpoint-\d+")  # names of folders with a mode
 def counted(count: int, noun: str, several: str | None = None) -> str:
     """A number with its noun: 1 step, 2 steps, 12,000 steps; `several` is the plural if it is not noun + s."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
+def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in the order in which the keys first appear."""
+    values: dict[K, list[V]] = {}
+    for key, value in pairs:
+        values.setdefault(key, []).append(value)
+    return values
 
 
 def model_name(path: str) -> str:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from posttrain.base.errors import UsageError
+from posttrain.base.words import by_key
 from posttrain.cli.command import disguised, with_options
 from posttrain.config.reading.fields import Setting, all_settings, choices, options
 from posttrain.config.reading.hints import hint
@@ -42,10 +43,7 @@ def short_names() -> dict[str, str]:
 @cache
 def _by_path() -> dict[str, list[Setting]]:
     """The settings by path; a path has several if methods declare it differently."""
-    by_path: dict[str, list[Setting]] = {}
-    for setting in all_settings():
-        by_path.setdefault(setting.path, []).append(setting)
-    return by_path
+    return by_key((setting.path, setting) for setting in all_settings())
 
 
 @cache

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import visible
+from posttrain.base.words import by_key
 from posttrain.config.foreign import SYSTEMS, Draft, Source, lay_data, method_of, table
 from posttrain.config.reading.explain import explain
 from posttrain.config.reading.fields import all_settings, known_paths
@@ -241,9 +242,7 @@ def written(draft: Draft) -> str:
         lines += [f"{'  ' * n}{name}:" for n, name in enumerate(sections) if n >= new]
         above, indent = sections, "  " * len(sections)
         lines += commented(f"{indent}{key}: {flow(escaped(value))}", draft.comments[path], indent)
-    reasons: dict[str, list[str]] = {}
-    for name, reason in draft.left.items():
-        reasons.setdefault(reason, []).append(name)
+    reasons = by_key((reason, name) for name, reason in draft.left.items())
     not_carried = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     for heading, notes in (("Still missing", draft.lacks), ("Not carried", not_carried)):
         lines += ["", f"# {heading}:"] if notes else []

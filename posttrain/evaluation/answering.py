@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DataError
+from posttrain.base.words import by_key
 from posttrain.batch import Example, Node, Pack, physical_length
 from posttrain.config import DataConfig
 from posttrain.config.schema.suite import OF_ENVIRONMENT, SuiteConfig
@@ -26,7 +27,6 @@ from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory
 from posttrain.evaluation.items import FIELD, Item, fields_of, fill
-from posttrain.evaluation.records import grouped
 from posttrain.grading.verdict import Grade
 from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer, of_sequences
@@ -306,7 +306,7 @@ class Recorded:
         if not rows:
             columns = ", ".join(next((record.value for record in records if record.value), ()))
             raise DataError(f"no row has a completion in {column}: the columns are {columns}; use --completion-column")
-        by_question = grouped(items, lambda item: self._question(item.fields))
+        by_question = by_key((self._question(item.fields), item) for item in items)
         self._completions: dict[int, list[str]] = {}
         for question, same in by_question.items():
             recorded = rows.get(question, [])

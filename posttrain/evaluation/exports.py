@@ -21,8 +21,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from posttrain.base.errors import ConfigError, RunError
+from posttrain.base.words import by_key
 from posttrain.evaluation import inspect_logs
-from posttrain.evaluation.records import COLUMNS, Answer, grouped, read_answers, read_summary
+from posttrain.evaluation.records import COLUMNS, Answer, read_answers, read_summary
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import make_folder
 
@@ -98,11 +99,11 @@ def _add_suite(
 ) -> dict[str, list[dict[str, Any]]]:
     """Add one suite to the results, and return the samples of its tasks."""
     name, metric = _name(key, results["results"]), _metric(suite)
-    groups = grouped(answers, lambda answer: answer.group)
+    groups = by_key((answer.group, answer) for answer in answers)
     samples: dict[str, list[dict[str, Any]]] = {}
     for group, members in groups.items():
         task = _name(f"{name}_{group}", results["results"] | samples | {name: None}) if group else name
-        items = grouped(members, lambda answer: answer.item).values()
+        items = by_key((answer.item, answer) for answer in members).values()
         samples[task] = [_sample(number, item, metric, suite) for number, item in enumerate(items)]
     values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
     for task, rows in samples.items():

@@ -13,7 +13,8 @@ from datetime import datetime, timedelta
 from statistics import fmean, stdev
 from typing import Any
 
-from posttrain.evaluation.records import Answer, grouped
+from posttrain.base.words import by_key
+from posttrain.evaluation.records import Answer
 
 LETTERS = {"correct": "C", "wrong": "I"}
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
@@ -180,7 +181,7 @@ def _score(answer: Answer) -> dict[str, Any]:
 def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) -> list[dict[str, Any]]:
     """Reduce each sample over its epochs, to the mean score and the facts that all epochs share."""
     rows = []
-    for item, group in grouped(zip(samples, answers, strict=True), lambda pair: pair[1].item).items():
+    for item, group in by_key((pair[1].item, pair) for pair in zip(samples, answers, strict=True)).items():
         values = [float(answer.score) for _, answer in group if answer.score is not None]
         first, *others = (sample["scores"][scorer] for sample, _ in group)
         same = {name: first.get(name) for name in ("answer", "explanation", "reason")}

@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, DataError
 from posttrain.base.imports import need
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import first_line
+from posttrain.base.words import by_key, first_line
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.evaluation.answering import Reply
 from posttrain.evaluation.lm_eval_requests import Requests
-from posttrain.evaluation.records import Answer, grouped
+from posttrain.evaluation.records import Answer
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, load_model, load_tokenizer
 
@@ -99,9 +99,8 @@ class PosttrainLM(TemplateLM):
 def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, list[int]]]]:
     """Group prompts, with the indices of their requests, by generation settings (JSON) and number of completions."""
     asked = [(json.dumps(settings, sort_keys=True), prompt) for prompt, settings in (one.args for one in requests)]
-    members = grouped(range(len(requests)), asked.__getitem__)
-    alike = grouped(members, lambda one: (one[0], len(members[one])))
-    return {key: [(one[1], members[one]) for one in some] for key, some in alike.items()}
+    members = by_key((one, index) for index, one in enumerate(asked))
+    return by_key(((settings, len(own)), (prompt, own)) for (settings, prompt), own in members.items())
 
 
 def manager_of(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:

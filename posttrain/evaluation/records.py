@@ -9,15 +9,16 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from posttrain import __version__
 from posttrain.base.errors import RunError
+from posttrain.base.words import by_key
 from posttrain.evaluation.statistics import majorities, mean_by_prompt, passes
 from posttrain.runs.files import check_database, load_json, make_folder, open_regular, save_json, save_rows
 from posttrain.runs.folder import FolderLock
@@ -26,8 +27,6 @@ from posttrain.runs.stored_rollouts import check_episode
 if TYPE_CHECKING:
     from posttrain.evaluation.items import Items  # imports torch
 
-T = TypeVar("T")
-K = TypeVar("K")
 log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
@@ -62,14 +61,6 @@ class Answer:
 
 COLUMNS = tuple(field.name for field in fields(Answer))
 _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
-
-
-def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The values by key, in the order in which the keys first appear."""
-    groups: dict[K, list[T]] = {}
-    for value in values:
-        groups.setdefault(key(value), []).append(value)
-    return groups
 
 
 class EvaluationStore:
@@ -226,7 +217,7 @@ def summarise(
     Answers that are not graded have no score; `ungraded` counts them by reason.
     """
     suite = items.suite
-    by_item = list(grouped(answers, lambda answer: answer.item).values())
+    by_item = list(by_key((answer.item, answer) for answer in answers).values())
     scores = [[answer.score for answer in group if answer.score is not None] for group in by_item]
     graded = sum(map(len, scores))
     estimate = mean_by_prompt(scores, CONFIDENCE) if graded else None
@@ -278,16 +269,11 @@ def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, 
 
 def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float | None]]:
     """Each group's mean score over graded answers (None if there are none) and its number of items."""
-    groups: dict[str, list[float]] = {}
-    items: Counter[str] = Counter()
-    for answers in by_item:
-        if name := answers[0].group:
-            items[name] += 1
-            groups.setdefault(name, []).extend(answer.score for answer in answers if answer.score is not None)
-    return {
-        name: {"value": fmean(scores) if scores else None, "items": items[name]}
-        for name, scores in sorted(groups.items())
-    }
+    groups: dict[str, dict[str, float | None]] = {}
+    for name, items in sorted(by_key((answers[0].group, answers) for answers in by_item if answers[0].group).items()):
+        scores = [answer.score for answers in items for answer in answers if answer.score is not None]
+        groups[name] = {"value": fmean(scores) if scores else None, "items": len(items)}
+    return groups
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -322,11 +308,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def scores_by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
     """The scores of each item with a graded answer, in order."""
-    scores: dict[str, list[float]] = {}
-    for answer in answers:
-        if answer.score is not None:
-            scores.setdefault(answer.item, []).append(answer.score)
-    return scores
+    return by_key((answer.item, answer.score) for answer in answers if answer.score is not None)
 
 
 def read_answers(folder: Path) -> list[Answer]:

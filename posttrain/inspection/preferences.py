@@ -23,6 +23,7 @@ import numpy as np
 from posttrain.base.console import progress
 from posttrain.base.errors import ConfigError
 from posttrain.base.threads import sharing_cores
+from posttrain.base.words import by_key
 from posttrain.config import ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Options, prepare
@@ -58,10 +59,8 @@ class LengthBias:
 
 def length_bias(chosen: Array, rejected: Array, prompts: Sequence[int] | Array) -> LengthBias:
     """Compute the length bias from the token counts of each pair's replies, and a key of each pair's prompt."""
-    by_prompt: dict[int, list[float]] = {}
-    for one, other, prompt in zip(chosen.tolist(), rejected.tolist(), map(int, prompts), strict=True):
-        if one != other:
-            by_prompt.setdefault(prompt, []).append(float(one > other))
+    pairs = zip(chosen.tolist(), rejected.tolist(), map(int, prompts), strict=True)
+    by_prompt = by_key((prompt, float(one > other)) for one, other, prompt in pairs if one != other)
     longer = mean_by_prompt(list(by_prompt.values())) if by_prompt else None
     equal = int((chosen == rejected).sum())
     return LengthBias(len(chosen), equal, longer, auc(chosen, rejected), float(chosen.mean()), float(rejected.mean()))

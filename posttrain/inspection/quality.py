@@ -1,6 +1,5 @@
 """Data quality before a run: duplicates, overlap, contamination, length bias, label noise (docs/data.md)."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import DataError
-from posttrain.base.words import counted
+from posttrain.base.words import by_key, counted
 from posttrain.config import RunConfig, Stage, held_out_together
 from posttrain.config.options import ExploreOptions
 from posttrain.data import Prepared, Selection, explore, overview
@@ -233,9 +232,7 @@ def _table(first: str, *others: str) -> Table:
 
 def _examples(rows: Iterable[tuple[str, str]]) -> str:
     """The first duplicates, grouped by the row that they repeat."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for row, earlier in rows:
-        groups[earlier].append(row)
+    groups = by_key((earlier, row) for row, earlier in rows)
     return "; ".join(
         f"{earlier} = {', '.join(again[:SHOWN])}{' …' if len(again) > SHOWN else ''}"
         for earlier, again in list(groups.items())[:SHOWN]

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from posttrain.base.errors import RankError, is_out_of_memory, reason_of
 from posttrain.base.signals import handling
+from posttrain.base.words import by_key
 from posttrain.parallel.heartbeats import Position, RankWatch, out_of_step
 from posttrain.parallel.rendezvous import choose_network, connected, in_time, meeting
 
@@ -268,9 +269,9 @@ def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     """A line for each fact that differs; `each` has the host and the facts of every rank."""
     for name in sorted({name for _, facts in each for name in facts}):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, (_, facts) in enumerate(each):
-            ranks_by_value.setdefault(_shown(facts[name]) if name in facts else "nothing", []).append(rank)
+        ranks_by_value = by_key(
+            (_shown(facts[name]) if name in facts else "nothing", rank) for rank, (_, facts) in enumerate(each)
+        )
         if len(ranks_by_value) > 1:
             first, *others = ranks_by_value.items()
             yield f"{name}: " + "; ".join(f"{_having(ranks, each)} {value}" for value, ranks in [*others, first])

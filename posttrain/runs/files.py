@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from posttrain.base.errors import DamagedError, RunError
+from posttrain.base.words import by_key
 from posttrain.runs.atomic import open_itself, write_file, writing
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
@@ -245,10 +246,7 @@ def load_parts(folder: Path, name: str, rows_of: RowsOf) -> dict[str, torch.Tens
     try:
         with ExitStack() as opened:
             parts = [opened.enter_context(safe_open(file, "pt")) for file in files]
-            parts_of: dict[str, list[Any]] = {}
-            for part in parts:
-                for tensor in part.keys():  # noqa: SIM118 - not a mapping
-                    parts_of.setdefault(tensor, []).append(part)
+            parts_of = by_key((tensor, part) for part in parts for tensor in part.keys())  # noqa: SIM118 (no mapping)
             return {tensor: _rows(tensor, some, rows_of) for tensor, some in parts_of.items()}
     except (OSError, SafetensorError) as error:
         raise DamagedError(f"{folder / files[0].name} or another part of it is damaged: {error}") from None

@@ -22,6 +22,7 @@ import numpy as np
 
 from posttrain.base.errors import RunError
 from posttrain.base.pieces import Decoder, pieces
+from posttrain.base.words import by_key
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.stored_rollouts import StoredRun, trained_tokens
 from posttrain.runs.summary import RunSummary
@@ -268,9 +269,7 @@ def group_receipt(stored: StoredRun, step: int, prompt: int) -> GroupReceipt:
 
 
 def _groups(stored: StoredRun, step: int, prompt: int | None) -> list[GroupReceipt]:
-    members: dict[int, list[CompletionReceipt]] = {}
-    for row in stored.rollouts(step, prompt):
-        members.setdefault(row["prompt_index"], []).append(CompletionReceipt.of(row))
+    members = by_key((row["prompt_index"], CompletionReceipt.of(row)) for row in stored.rollouts(step, prompt))
     prompts = {row["prompt_index"]: row for row in stored.prompts(step)}
     groups = []
     for index, completions in members.items():

@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
     process_dict_updates,
 )
 
+from posttrain.base.words import by_key
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.sampling import keys, sample_tokens, token_words
 from posttrain.engines.vllm.core import ARGUMENT
@@ -74,9 +75,7 @@ class SamplingProcessor(LogitsProcessor):
         return logits
 
     def _alike(self) -> list[Alike]:
-        by_settings: dict[Sampling, list[int]] = {}
-        for index in sorted(self.rows):
-            by_settings.setdefault(self.rows[index].sampling, []).append(index)
+        by_settings = by_key((self.rows[index].sampling, index) for index in sorted(self.rows))
         made = []
         for sampling, indices in by_settings.items():
             rows = [self.rows[index] for index in indices]

@@ -7,14 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DataError, RunError
-from posttrain.base.words import counted, model_name
-from posttrain.evaluation.records import Answer, grouped, is_evaluation, read_answers, read_summary
+from posttrain.base.words import by_key, counted, model_name
+from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
 from posttrain.runs.finding import runs_below
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
@@ -134,9 +133,9 @@ def _rewards(run: Path) -> str:
 def _evaluation(folder: Path) -> dict[str, Scores]:
     """The suites of an evaluation folder. Raises RunError unless all their answers are present, each exactly once."""
     summary, suites = read_summary(folder), {}
-    by_key = grouped(read_answers(folder), lambda answer: f"{answer.suite} {answer.setting}".strip())
+    answers_of = by_key((f"{answer.suite} {answer.setting}".strip(), answer) for answer in read_answers(folder))
     for key, facts in summary["suites"].items():
-        answers = by_key.get(key, [])
+        answers = answers_of.get(key, [])
         if len(answers) != facts.get("answers", len(answers)) or not answers:
             raise RunError(
                 f"{folder} is incomplete: answers.jsonl has {counted(len(answers), 'answer')} of {key}, but "
@@ -166,7 +165,7 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     about = {"step": at, "rewards": _rewards(run)}
     return {
         REWARD + name: Scores("reward", answers, about)
-        for name, answers in grouped(by_step[at], lambda answer: answer.suite).items()
+        for name, answers in by_key((answer.suite, answer) for answer in by_step[at]).items()
         if any(answer.score is not None for answer in answers)
     }
 
@@ -281,7 +280,7 @@ class Side:
 
     def by_item(self, key: str) -> dict[str, list[Answer]]:
         """The answers of all runs by item."""
-        return grouped(chain(*(scores.answers for scores in self.runs(key))), lambda answer: answer.item)
+        return by_key((answer.item, answer) for scores in self.runs(key) for answer in scores.answers)
 
     def runs(self, key: str) -> list[Scores]:
         return [source.suites[key] for source in self.sources]

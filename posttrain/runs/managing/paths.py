@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import PosttrainError, RunError
-from posttrain.base.words import counted
+from posttrain.base.words import by_key, counted
 from posttrain.runs.atomic import write_file
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
 from posttrain.runs.files import flat, load_json, read_regular, save_json
@@ -61,9 +61,7 @@ def refuse_needed(targets: Sequence[Path], beside: Iterable[Path], what: str) ->
 
 def described(needs: Sequence[Need]) -> str:
     """The needs as `needed by 1 other run: runs/x (models.0.path)`."""
-    by_run: dict[Path, list[str]] = {}
-    for need in needs:
-        by_run.setdefault(need.run, []).append(need.what)
+    by_run = by_key((need.run, need.what) for need in needs)
     listed = [f"{short(run)} ({', '.join(dict.fromkeys(settings))})" for run, settings in by_run.items()]
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return f"needed by {counted(len(by_run), 'other run')}: {', '.join(listed[:8])}{more}"
