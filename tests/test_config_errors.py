@@ -165,7 +165,10 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo, orpo"),
         ({"type": "orpo", "simpo_gamma": 1}, "method.simpo_gamma is not a setting of orpo, but of cpo, simpo"),
         ({"type": "cpo", "simpo_gamma": 1}, "method.simpo_gamma is read by loss_type: simpo only, not by sigmoid"),
-        ({"type": "cpo", "loss_type": "ipo", "label_smoothing": 0.1}, "is read by sigmoid and simpo only, not by ipo"),
+        (
+            {"type": "cpo", "loss_type": "ipo", "label_smoothing": 0.1},
+            "by loss_type: sigmoid, simpo only, not by ipo",
+        ),
         ({"type": "cpo", "loss_type": ["ipo"]}, "method.loss_type is a list; it must be sigmoid or hinge"),
         (
             {"type": "simpo", "loss_type": "ipo"},
@@ -179,8 +182,14 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "dpo", "loss_type": ["hinge", "hinge"]}, "method.loss_type names a loss twice"),
         ({"type": "dpo", "loss_type": "robust", "label_smoothing": 0.5}, "needs less than 0.5"),
         ({"type": "dpo", "loss_type": "exo_pair"}, "exo_pair takes its logarithm and needs more than 0"),
-        ({"type": "dpo", "loss_type": "hinge", "label_smoothing": 0.1}, "is read by aot, aot_unpaired, exo_pair"),
-        ({"type": "dpo", "discopop_tau": 0.1}, "method.discopop_tau is read by discopop only, not by sigmoid"),
+        (
+            {"type": "dpo", "loss_type": "hinge", "label_smoothing": 0.1},
+            "is read by loss_type: aot, aot_unpaired,",
+        ),
+        (
+            {"type": "dpo", "discopop_tau": 0.1},
+            "discopop_tau is read by loss_type: discopop only, not by sigmoid",
+        ),
         ({"type": "dpo", "f_alpha_divergence_coef": 0.1}, "is read by f_divergence_type: alpha_divergence only"),
         ({"type": "dpo", "f_divergence_type": "forward_kl", "loss_type": "aot"}, "not for aot"),
         ({"type": "dpo", "f_divergence_type": "js_divergence", "loss_type": "sft"}, "is not read by sft"),

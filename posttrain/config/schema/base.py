@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from posttrain.config.schema.types import ModelPath, NonNegative
+from posttrain.config.schema.types import ModelPath, NonNegative, is_own
 
 Conflict = tuple[str, str]  # the field to change (its dotted path), and a message
 Conflicts = Iterator[Conflict]
@@ -85,6 +85,7 @@ class MethodSettings(Settings):
 
     # The losses.
     loss_setting: ClassVar[str | None] = None  # the setting that chooses among several losses
+    read_by: ClassVar[tuple[tuple[str, frozenset[str]], ...]] = ()  # settings that only some of them read, and these
     own_names: ClassVar[Mapping[str, str]] = {}  # a setting's name in other methods -> its name in this method
 
     @classmethod
@@ -104,9 +105,23 @@ class MethodSettings(Settings):
             return [(cls.name(), {})]
         return [(loss, {cls.loss_setting: loss}) for loss in get_args(cls.model_fields[cls.loss_setting].annotation)]
 
+    @property
+    def chosen_losses(self) -> frozenset[str]:
+        """The values of `loss_setting`."""
+        chosen = getattr(self, self.loss_setting or "type")
+        return frozenset([chosen] if isinstance(chosen, str) else chosen)
+
     def reads(self, setting: str) -> bool:
-        """Whether the method's loss depends on a setting."""
-        return hasattr(self, setting)
+        """Whether the method's loss depends on a setting. What a loss of the user's reads is known when it runs."""
+        chosen = self.chosen_losses
+        known = not (chosen & dict(self.read_by).get(setting, chosen) or any(map(is_own, chosen)))
+        return hasattr(self, setting) and not known
+
+    def check(self) -> Conflicts:
+        for name, losses in self.read_by:
+            if not self.is_default(name) and not self.reads(name):
+                readers, chosen = (", ".join(sorted(some)) for some in (losses, self.chosen_losses))
+                yield name, f"is read by {self.loss_setting}: {readers} only, not by {chosen}; leave it out"
 
     @property
     def clips(self) -> bool:

@@ -95,6 +95,8 @@ class DPOMethod(PreferenceMethod):
 
     learning_rates = (1e-6, 1e-5)
     starts_as_reference = True
+    loss_setting = "loss_type"
+    read_by = (("label_smoothing", LABEL_SMOOTHING_LOSSES), ("discopop_tau", frozenset({"discopop"})))
 
     type: Literal["dpo"] = setting("dpo", "Preference optimisation on pairs: DPO and its variants.")
     loss_type: Annotated[tuple[OrOwn[PreferenceLoss], ...], OneOrMore, Field(min_length=1)] = setting(
@@ -126,17 +128,10 @@ class DPOMethod(PreferenceMethod):
         return [(name, {"loss_type": (name,)} | (needed if name == "exo_pair" else {})) for name in names]
 
     def reads(self, setting: str) -> bool:
-        losses = set(self.loss_type)
-        if any(map(is_own, losses)):
-            return super().reads(setting)  # what it reads is known when it is imported
-        read_by_some = {
-            "beta": losses != {"sft"},
-            "label_smoothing": bool(losses & LABEL_SMOOTHING_LOSSES),
-            "discopop_tau": "discopop" in losses,
-        }
-        return read_by_some.get(setting, super().reads(setting))
+        return super().reads(setting) and not (setting == "beta" and self.loss_type == ("sft",))
 
     def check(self) -> Conflicts:
+        yield from super().check()
         yield from self._check_losses(set(self.loss_type))
         yield from self._check_reference(set(self.loss_type))
 
@@ -150,11 +145,6 @@ class DPOMethod(PreferenceMethod):
             yield "loss_weights", "are all 0; nothing would be trained"
         if any(map(is_own, losses)):
             return  # which settings it reads is known when it is imported
-        if self.label_smoothing != 0 and not losses & LABEL_SMOOTHING_LOSSES:
-            yield (
-                "label_smoothing",
-                f"is read by {names(LABEL_SMOOTHING_LOSSES)} only, not by {names(losses)}; leave it out",
-            )
         if self.label_smoothing >= 0.5 and "robust" in losses:
             yield (
                 "label_smoothing",
@@ -162,8 +152,6 @@ class DPOMethod(PreferenceMethod):
             )
         if self.label_smoothing <= 0 and "exo_pair" in losses:
             yield "label_smoothing", "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)"
-        if not self.is_default("discopop_tau") and "discopop" not in losses:
-            yield "discopop_tau", f"is read by discopop only, not by {names(losses)}; leave it out"
         if self.f_divergence_type != "reverse_kl" and not losses <= F_DIVERGENCE_LOSSES:
             yield (
                 "f_divergence_type",
@@ -214,6 +202,7 @@ class CPOMethod(PreferenceMethod):
     learning_rates = (8e-6, 8e-5)
     measured = (*PreferenceMethod.measured, "nll_loss")
     loss_setting = "loss_type"
+    read_by = (("label_smoothing", frozenset({"sigmoid", "simpo"})), ("simpo_gamma", frozenset({"simpo"})))
 
     type: Literal["cpo"] = setting("cpo", "Contrastive preference optimisation, without a reference.")
     loss_type: ContrastiveLoss = setting("sigmoid", "Loss that compares chosen and rejected.")
@@ -230,12 +219,6 @@ class CPOMethod(PreferenceMethod):
     @classmethod
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
         return [(cls(**chosen).loss_name, chosen) for _, chosen in super().losses(run)]
-
-    def check(self) -> Conflicts:
-        if self.label_smoothing != 0 and self.loss_type not in ("sigmoid", "simpo"):
-            yield "label_smoothing", f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out"
-        if not self.is_default("simpo_gamma") and self.loss_type != "simpo":
-            yield "simpo_gamma", f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out"
 
 
 class SimPOMethod(PreferenceMethod):

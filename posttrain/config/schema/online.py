@@ -288,6 +288,7 @@ class DistillMethod(OnlineMethod):
 
     learning_rates = (1e-5, 1e-4)
     loss_setting = "divergence"
+    read_by = (("jsd_beta", frozenset({"jsd"})),)
     example = ("Qwen/Qwen3-0.6B-Base", "gsm8k")
 
     type: Literal["distill"] = setting("distill", "On-policy distillation from a teacher.")
@@ -313,15 +314,11 @@ class DistillMethod(OnlineMethod):
         former = isinstance(values, dict) and values.get("divergence") == "jensen_shannon"
         return values | {"divergence": "jsd"} if former else values
 
-    def reads(self, setting: str) -> bool:
-        return super().reads(setting) and (setting != "jsd_beta" or self.divergence == "jsd")
-
     def check(self) -> Conflicts:
+        yield from super().check()
         if self.teacher is None and self.teacher_system_prompt is None:
             yield (
                 "teacher",
                 "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself "
                 "with another prompt",
             )
-        if not self.is_default("jsd_beta") and self.divergence != "jsd":
-            yield "jsd_beta", f"is read by divergence: jsd only, not by {self.divergence}; leave it out"
