@@ -142,7 +142,7 @@ def test_delete_prune_and_snapshot(folder):
         for answer, left in (("n", 3), ("y", 1)):
             await pilot.press("p")
             await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
-            assert isinstance(app.screen, ConfirmScreen) and "checkpoint-5" in app.screen._question
+            assert isinstance(app.screen, ConfirmScreen) and "checkpoint-5" in app.screen._text
             await pilot.press(answer)
             await pilot.pause()
             assert len(checkpoints(folder / "judge")) == left
@@ -210,7 +210,7 @@ def test_a_snapshot_is_restored(folder):
             await settled(app, pilot, lambda: isinstance(app.screen, ChoiceScreen))
             await pilot.press("enter")
             await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
-            assert "Replace runs/judge" in app.screen._question
+            assert "Replace runs/judge" in app.screen._text
             await pilot.press(answer)
             await settled(app, pilot)
             assert (folder / "judge/config.yaml").read_text() == text

@@ -25,6 +25,7 @@ from posttrain.config.schema.training import DEVICE_TYPES
 from posttrain.parallel.rendezvous import is_rank
 from posttrain.parallel.rendezvous import launch as start_ranks
 from posttrain.planning import CARDS
+from posttrain.runs.atomic import refusing
 from posttrain.runs.files import flat
 from posttrain.runs.progress import duration
 
@@ -299,8 +300,6 @@ def verify_resume(
 
 def _scratch(output_dir: Path) -> Path:
     """A new folder in output_dir, where there is space for checkpoints."""
-    try:
+    with refusing(f"cannot make a scratch folder in {output_dir}"):
         output_dir.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir))
-    except OSError as error:
-        raise RunError(f"cannot make a scratch folder in {output_dir}: {error.strerror}") from error

@@ -45,6 +45,7 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows above the limits that a report lists
 SAMPLE = 100  # rows from which the format is inferred
+SUMMED = ("read", "duplicates", "shifted", "identical", "untrained", "users")  # counts of a reading and of a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +316,8 @@ def _report(
     return Report(
         name=name,
         formats=tuple(reading.format for reading in readings),
-        read=sum(reading.read for reading in readings),
         used=len(fitted.view),
         malformed=tuple(row for reading in readings for row in reading.malformed),
-        duplicates=sum(reading.duplicates for reading in readings),
-        shifted=sum(reading.shifted for reading in readings),
         overlong_dropped=len(fitted.dropped),
         overlong_truncated=fitted.truncated,
         overlong_split=fitted.split,
@@ -328,11 +326,9 @@ def _report(
         max_length=limits.max_length,
         max_prompt_length=limits.max_prompt_length,
         notes=tuple(notes),
-        identical=sum(reading.identical for reading in readings),
-        untrained=sum(reading.untrained for reading in readings),
         unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
         dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),
         unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
         rewarded=rewarded,
-        users=sum(reading.users for reading in readings),
+        **{key: sum(getattr(reading, key) for reading in readings) for key in SUMMED},
     )

@@ -10,10 +10,10 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import DatasetCard, hf_hub_download, snapshot_download
 from huggingface_hub import errors as hub
@@ -29,6 +29,7 @@ from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
 
+T = TypeVar("T")
 log = logging.getLogger("posttrain")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
@@ -103,7 +104,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
             return Files(saved)
         splits = _splits(path, source, None)
         _tell_unread(path, source, splits)
-        return Files(_of_split(splits, "train" if _is_one_saved(path) else split, source))
+        return Files(tuple(_of_split(splits, "train" if _is_one_saved(path) else split, source)))
     if any(suffix in READERS for suffix in path.suffixes) and known_set(source) is None:
         raise DataError(_not_there(source))
     return Files(_hub_files(source, split))
@@ -149,15 +150,12 @@ def _hub_files(source: str, split: str) -> tuple[Path, ...]:
     known, hub_id = _on_hub(source)
     if not known.files:
         folder, subset = _snapshot(hub_id)
-        return _of_split(_splits(folder, hub_id, subset), known.splits.get(split, split), hub_id)
-    if split not in known.files:
-        raise DataError(f"{source} has no split {split!r}: it has {', '.join(known.files)}")
-    folder, _ = _snapshot(known.repo, [known.files[split]])
-    files = tuple(sorted(folder.glob(known.files[split])))
+        return tuple(_of_split(_splits(folder, hub_id, subset), known.splits.get(split, split), hub_id))
+    pattern = _of_split(known.files, split, source)
+    folder, _ = _snapshot(known.repo, [pattern])
+    files = tuple(sorted(folder.glob(pattern)))
     if not files:
-        raise DataError(
-            f"{source}: the local cache has no {known.files[split]} of {known.repo}: connect to the network and retry"
-        )
+        raise DataError(f"{source}: the local cache has no {pattern} of {known.repo}: connect to the network and retry")
     return files
 
 
@@ -167,11 +165,11 @@ def _not_there(source: str) -> str:
     return f"{source} does not exist{near(path_of(source, DataError))}"
 
 
-def _of_split(files: dict[str, list[Path]], split: str, name: str) -> tuple[Path, ...]:
-    """The data files of one split."""
-    if split not in files:
-        raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")
-    return tuple(files[split])
+def _of_split(splits: Mapping[str, T], split: str, name: str | Path) -> T:
+    """What the data set `name` has of one split. Raises DataError if it has no such split."""
+    if split not in splits:
+        raise DataError(f"{name} has no split {split!r}: it has {', '.join(splits) or 'none'}")
+    return splits[split]
 
 
 def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None:
@@ -373,12 +371,10 @@ def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
     manifest = read_manifest(folder)
     if manifest is None:
         return None
-    splits = manifest["splits"]
-    if split not in splits:
-        raise DataError(f"{folder} has no split {split!r}: it has {', '.join(splits)}")
-    path = folder / splits[split]["file"]
+    entry = _of_split(manifest["splits"], split, folder)
+    path = folder / entry["file"]
     if not path.is_file():
         raise DataError(f"{path} is missing: save the data set again")
-    if sha256_of(path) != splits[split]["sha256"]:
+    if sha256_of(path) != entry["sha256"]:
         raise DataError(f"{path} is damaged or was changed since it was saved: save the data set again")
     return (path,)

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 
 from posttrain.base.errors import DataError, PosttrainError
 from posttrain.base.files import path_of
+from posttrain.config.reading.interpolation import leaves
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.holdout import mixed
 from posttrain.data.readers import read_files
@@ -237,7 +238,7 @@ def _named(text: str) -> Questions:
     if path.is_file() and path.suffix not in SUITE_FILES:
         records = list(read_files((path,)))
         good = [record for record in records if record.value is not None]
-        texts = ["\n".join(_strings(record.value)) for record in good]
+        texts = ["\n".join(leaf for leaf in leaves(record.value) if isinstance(leaf, str)) for record in good]
         return Questions(path.name, tuple(texts), tuple(str(one.row) for one in good), len(records) - len(good))
     if path.suffix and path.suffix not in SUITE_FILES and not equals and ":" not in text:
         raise DataError(f"--against {text}: there is no such file")
@@ -247,15 +248,6 @@ def _named(text: str) -> Questions:
     if equals and path_of(source).is_file():
         suite = with_settings(suite, {"split": "train"})  # the only split of a file
     return _of_suite(suite)
-
-
-def _strings(value: object) -> Iterator[str]:
-    """The strings in a row, at any depth."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
 
 
 def _of_suite(suite: SuiteConfig) -> Questions:

@@ -126,14 +126,10 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """All findings, with all rows."""
-        noise = self.noise and {
-            "pairs": self.noise.pairs,
-            "rate": self.noise.rate,
-            "interval": [self.noise.low, self.noise.high],
-            "temperature": self.noise.temperature,
-            "disagree": self.noise.disagree,
-            "contradicted": self.contradicted,
-        }
+        noise = None
+        if self.noise is not None:
+            noise = {name: getattr(self.noise, name) for name in ("pairs", "rate", "temperature", "disagree")}
+            noise |= {"interval": [self.noise.low, self.noise.high], "contradicted": self.contradicted}
         return {
             "rows": self._rows,
             "words": len(self.corpus.rows.words),

@@ -20,7 +20,7 @@ from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart.model import Measured, make_model, make_pairs, measure, rewards, sample_replies
 from posttrain.quickstart.show import Outcome, tell, write
-from posttrain.runs.atomic import write_file
+from posttrain.runs.atomic import refusing, write_file
 from posttrain.runs.files import save_rows
 
 __all__ = ["Size", "quickstart"]
@@ -115,12 +115,10 @@ def claim(folder: Path, overwrite: bool) -> None:
             raise RunError(f"{folder} is not empty, and not a quickstart: give another --output-dir")
         if not overwrite:
             raise RunError(f"{folder} contains a quickstart: replace it with --overwrite, or give another --output-dir")
-    try:
+    with refusing(f"cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "answers.jsonl", "curves.svg", "report.html"):
             (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot write to {folder}: {error.strerror}") from error
 
 
 def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:

@@ -24,7 +24,7 @@ from posttrain.reports.drawing import Drawing, write_drawings
 from posttrain.runner import trials
 from posttrain.runner.pipeline import is_as_long
 from posttrain.runner.trials import Sweep, Trial
-from posttrain.runs.files import load_json
+from posttrain.runs.files import load_json, make_folder
 from posttrain.runs.folder import LOCK, FolderLock
 from posttrain.runs.managing.removing import delete
 from posttrain.runs.metrics import read_metrics
@@ -148,10 +148,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
     """Lock the sweep's folder. Raises RunError if it contains other files, or a sweep that should not be continued."""
     if (root / "run.json").is_file():
         raise RunError(f"{root} is a run, not a sweep: choose another name")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot create the folder {root}: {error.strerror}") from error
+    make_folder(root)
     lock = FolderLock(root)
     try:
         if (root / trials.NAME).is_file():

@@ -39,10 +39,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder; even a crash leaves no incomplete one in its place. Raises RunError if the system refuses."""
-    try:
+    with refusing(f"cannot delete {folder}"):
         take_away(folder)
-    except OSError as error:
-        raise RunError(f"cannot delete {folder}: {_reason(error)}") from error
 
 
 def recover(folder: Path) -> list[str]:
@@ -50,10 +48,8 @@ def recover(folder: Path) -> list[str]:
 
     Call this only while no other process writes in `folder` (a `Run` holds its lock).
     """
-    try:
+    with refusing(f"cannot delete {folder}"):
         return settle(folder, ended=False)
-    except OSError as error:
-        raise RunError(f"cannot delete {folder}: {_reason(error)}") from error
 
 
 GO_ON = (
@@ -73,6 +69,15 @@ def writing(path: Path, full: str = GO_ON) -> Iterator[None]:
         if _number(error) in FULL:
             raise RunError(f"no space to write {path} ({_reason(error)}): {full}") from error
         raise RunError(f"cannot write {path}: {_reason(error)}") from error
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """A context in which an error of the system becomes a RunError, such as `cannot delete x: Permission denied`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what}: {_reason(error)}") from error
 
 
 def _number(error: OSError | SafetensorError) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import RunError
-from posttrain.runs.atomic import LineFile, write_file, writing
+from posttrain.runs.atomic import LineFile, refusing, write_file, writing
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 NAME = "metrics.jsonl"
@@ -102,15 +102,12 @@ def latest_metrics(folder: Path) -> dict[str, Any]:
 
 def _tail(folder: Path) -> list[bytes]:
     path = folder / NAME
-    try:
-        with open_regular(path) as file:
-            skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
-            file.seek(skipped)
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    with refusing(f"cannot read {path}"), open_regular(path) as file:
+        skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
+        file.seek(skipped)
+        lines = file.read().split(b"\n")[:-1]
     return lines[1:] if skipped and len(lines) > 1 else lines  # the first line may be cut
 
 
@@ -152,10 +149,8 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     """Each complete line as bytes and as an object, and whether an incomplete line follows."""
-    try:
+    with refusing(f"cannot read {path}"):
         *whole, rest = read_regular(path).split(b"\n")
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
     lines = []
     for number, raw in enumerate(whole, start=1):
         if (entry := line_of(raw)) is None:

@@ -21,7 +21,7 @@ def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[
     A string that is exactly one `${a.b}` becomes that value, of any type. Raises ConfigError for unknown settings, for
     settings that refer to one another in a cycle, and for replacements longer than MOST_CHARACTERS in total.
     """
-    if not any("${" in leaf for leaf in _leaves(values) if isinstance(leaf, str)):
+    if not any("${" in leaf for leaf in leaves(values) if isinstance(leaf, str)):
         return values
     return _Interpolation(values, origins).resolved((), values)
 
@@ -93,7 +93,7 @@ class _Interpolation:
 
     def spend(self, path: KeyPath, text: str, value: Any) -> Any:
         """Count the value against the limit and return it. Raises ConfigError if the limit is exceeded."""
-        for leaf in _leaves(value):
+        for leaf in leaves(value):
             self.left -= 1 + (len(leaf) if isinstance(leaf, str) else 0)
             if self.left < 0:
                 raise self.wrong(path, text[:60], f"the ${{...}} expand to more than {MOST_CHARACTERS:,} characters")
@@ -112,9 +112,10 @@ def escaped(node: Any) -> Any:
     return [escaped(value) for value in node] if isinstance(node, list) else node
 
 
-def _leaves(node: Any) -> Iterator[Any]:
+def leaves(node: Any) -> Iterator[Any]:
+    """The values at any depth that are neither mappings nor lists."""
     if not isinstance(node, dict | list):
         yield node
         return
     for value in node.values() if isinstance(node, dict) else node:
-        yield from _leaves(value)
+        yield from leaves(value)

@@ -139,18 +139,12 @@ def _suite(suite: Suite) -> dict[str, Any]:
 def as_facts(difference: Difference, flips: bool = True) -> dict[str, Any]:
     """A difference for JSON, with or without the items that flipped."""
     return {
-        "a": difference.a,
-        "b": difference.b,
         "items": len(difference.items.items),
         "not_compared": dict(difference.items.left_out),
         "other_prompts": len(difference.items.other_prompts),
         **asdict(difference.paired),
-        "test": difference.test,
-        "p": difference.p,
-        "mid_p": difference.mid_p,
-        "p_adjusted": difference.p_adjusted,
+        **{name: getattr(difference, name) for name in ("a", "b", "test", "p", "mid_p", "p_adjusted", "better")},
         "seed_floor": difference.floor,
-        "better": difference.better,
         "verdict": verdict(difference),
         **({"flips": [_flip(flip) for flip in difference.flips]} if flips else {}),
     }

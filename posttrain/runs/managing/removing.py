@@ -10,7 +10,7 @@ from pathlib import Path
 from posttrain.base.errors import RunError
 from posttrain.base.files import leftovers, settle
 from posttrain.base.words import counted, in_units
-from posttrain.runs.atomic import remove_folder
+from posttrain.runs.atomic import refusing, remove_folder
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
 from posttrain.runs.finding import (
     RUN_FILE,
@@ -192,11 +192,9 @@ def prune(plan: Plan) -> int:
         for item in existing:
             if _is_own_folder(item.path):
                 remove_folder(item.path)
-                continue
-            try:
-                item.path.unlink()
-            except OSError as error:
-                raise RunError(f"cannot delete {item.path}: {error.strerror}") from error
+            else:
+                with refusing(f"cannot delete {item.path}"):
+                    item.path.unlink()
     return sum(item.size for item in existing)
 
 

@@ -34,17 +34,18 @@ STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "ki
 HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip()
 
 
-class TextScreen(ModalScreen[None]):
+class TextScreen(ModalScreen[bool]):
     """A page of text or a table, closed by Escape, Enter, q or ?."""
 
     BINDINGS: ClassVar = [Binding("escape,enter,q,question_mark", "dismiss", "close")]
+    LOOK = "page"  # class in screen.tcss
 
     def __init__(self, text: str | Table):
         super().__init__()
         self._text = text
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="page"):
+        with VerticalScroll(classes=self.LOOK):
             yield Static(Text(self._text) if isinstance(self._text, str) else self._text)
         yield Footer(compact=True)
 
@@ -68,19 +69,14 @@ class InputScreen(ModalScreen[str | None]):
         self.dismiss(event.value)
 
 
-class ConfirmScreen(ModalScreen[bool]):
+class ConfirmScreen(TextScreen, inherit_bindings=False):
     """A question: y means yes; n, Escape, Enter and q mean no."""
 
     BINDINGS: ClassVar = [Binding("y", "dismiss(True)", "yes"), Binding("n,escape,enter,q", "dismiss(False)", "no")]
+    LOOK = "dialog"
 
     def __init__(self, question: str):
-        super().__init__()
-        self._question = question
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="dialog"):
-            yield Static(Text(f"{self._question}\n\ny: yes     n: no"))
-        yield Footer(compact=True)
+        super().__init__(f"{question}\n\ny: yes     n: no")
 
 
 class ChoiceScreen(ModalScreen[int | None]):
