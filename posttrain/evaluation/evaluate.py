@@ -25,7 +25,7 @@ from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.evaluation.answering import Acted, Answers, Chosen, Generated, Recorded, ask, episodes_of, stops_of
 from posttrain.evaluation.items import Items
-from posttrain.evaluation.pairs import evaluate_pairs, pair_facts, pairs_for
+from posttrain.evaluation.pairs import Preferred, pair_facts, pairs_for
 from posttrain.evaluation.records import Answer, EvaluationStore, write_files
 from posttrain.evaluation.running import RULES, Judge, finished, run
 from posttrain.grading.extract import marked_answer
@@ -95,10 +95,7 @@ def evaluate(
         left = [one for one in evaluations if not finished(store, one.key, one.facts)]
         loads.check({one.items.suite.name: one.items for one in left}.values())
         for one in left:
-            if one.items.suite.kind == "preference":
-                evaluate_pairs(model, *loads.scored, one.items.suite, options, store, one.facts)
-            else:
-                loads.run(one, store)
+            loads.run(one, store)
             _write(folder, store, about, {}, options)
         return _write(folder, store, about, {one.key: one.items for one in evaluations}, options)
 
@@ -190,11 +187,16 @@ class _Loaded(ExitStack):
             )
 
     def run(self, one: _Evaluation, store: EvaluationStore) -> None:
-        self._refuse_reward_model()
-        items, stored_as = one.items, {"key": one.key, "setting": one.setting}
-        samples = one.sampling.num_generations if items.suite.kind == "generate" else 1
-        with Judge(items.suite, self._options.workers, self._options.deadline) as judge:
-            answers, sampling = self._answers(items, one.sampling), one.facts["sampling"]
+        suite, stored_as = one.items.suite, {"key": one.key, "setting": one.setting}
+        samples = one.sampling.num_generations if suite.kind == "generate" else 1
+        if suite.kind != "preference":
+            self._refuse_reward_model()
+        with Judge(suite, self._options.workers, self._options.deadline) as judge:
+            if suite.kind == "preference":
+                answers = Preferred(self._model, *self.scored, suite, self._options, one.facts["items"])
+                items, sampling = answers.items, answers.sampling
+            else:
+                items, answers, sampling = one.items, self._answers(one.items, one.sampling), one.facts["sampling"]
             run(items, answers, judge, samples, store=store, **stored_as, facts=one.facts, sampling=sampling)
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:

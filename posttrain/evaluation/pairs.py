@@ -8,8 +8,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -18,17 +17,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.base.console import progress
 from posttrain.base.errors import ModelError
 from posttrain.batch import Example, Pack
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.options import EvalOptions
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
-from posttrain.evaluation.answering import template_of
-from posttrain.evaluation.items import Items, pair_text, records_of
-from posttrain.evaluation.records import Answer, EvaluationStore, summarise
-from posttrain.evaluation.running import started
+from posttrain.evaluation.answering import Found, Reply, template_of
+from posttrain.evaluation.items import Item, Items, pair_text, records_of
+from posttrain.grading.verdict import Grade
 from posttrain.models.devices import compute_dtype
 from posttrain.models.families import positions_of
 from posttrain.models.load import check_embeddings, load_model, load_tokenizer
@@ -58,40 +55,42 @@ def pair_facts(model: ModelConfig, suite: SuiteConfig, options: EvalOptions, con
     }
 
 
-def evaluate_pairs(
-    model: ModelConfig,
-    loaded: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    suite: SuiteConfig,
-    options: EvalOptions,
-    store: EvaluationStore,
-    facts: Mapping[str, Any],
-) -> None:
-    """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, otherwise 0.
+class Preferred:
+    """Answers with the margins of a reward model's or a policy's scores: right if chosen is above rejected. `items` are
+    the pairs that are scored, `sampling` the facts for the summary."""
 
-    `loaded` is a reward model or a policy. Stored pairs of an evaluation with the same `facts` are kept."""
-    key, device = suite.name, loaded.device
-    dataset, reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
-    reference, other, sampling = _reference(model, options), None, {}
-    if reference is not None and not is_classifier(loaded):
-        other, sampling = load_model(reference, "lm", compute_dtype(reference, device), device), {"beta": BETA}
-        check_embeddings(other, tokenizer, reference.path)
-    margins = margins_by(loaded, other)
-    if not started(store, key, facts):
-        store.start(key, facts)
-    began, (chosen, part), done = time.perf_counter(), _chosen(options, read), store.positions(key)
-    index_of, texts = {row: index for index, row in enumerate(dataset.rows.tolist())}, pair_texts(suite)
-    left = [row for row in chosen if row not in done]
-    left.sort(key=lambda row: -dataset.lengths[index_of[row]] if row in index_of else 0)  # longest first
-    for start in progress(range(0, len(left), BATCH), f"{key}: scoring pairs"):
-        block = left[start : start + BATCH]
-        usable = [row for row in block if row in index_of]
-        margin_of = dict(zip(usable, margins([dataset[index_of[row]] for row in usable]), strict=True))
-        answers = [(row, _answer(suite, row, texts[row], margin_of.get(row), reasons.get(row))) for row in block]
-        store.add(key, [(row, replace(one, sample=sample)) for row, one in answers for sample in range(chosen[row])])
-    items = Items(suite, (), read, part, str(facts["items"]))
-    spent, stored = time.perf_counter() - began, list(store.answers(key))
-    store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
+    def __init__(
+        self,
+        model: ModelConfig,
+        loaded: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        suite: SuiteConfig,
+        options: EvalOptions,
+        digest: str,
+    ):
+        self._dataset, self._reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
+        reference, other, device = _reference(model, options), None, loaded.device
+        self.sampling: dict[str, Any] = {"reference": options.reference}
+        if reference is not None and not is_classifier(loaded):
+            other, self.sampling["beta"] = load_model(reference, "lm", compute_dtype(reference, device), device), BETA
+            check_embeddings(other, tokenizer, reference.path)
+        self._margins, self.prompts = margins_by(loaded, other), pair_texts(suite)
+        self._samples, part = _chosen(options, read)
+        items = (Item(row, str(row), "", self.prompts[row], None, {}, {}) for row in self._samples)
+        self.items = Items(suite, tuple(items), read, part, digest)
+
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
+        index_of = {row: index for index, row in enumerate(self._dataset.rows.tolist())}
+        lengths = {row: int(self._dataset.lengths[index]) for row, index in index_of.items()}
+        left = sorted(items, key=lambda item: -lengths.get(item.position, 0))  # longest first
+        for start in range(0, len(left), BATCH):
+            block, began = left[start : start + BATCH], time.perf_counter()
+            rows = [item.position for item in block if item.position in index_of]
+            margins = self._margins([self._dataset[index_of[row]] for row in rows])
+            grades, seconds = dict(zip(rows, map(_grade, margins), strict=True)), time.perf_counter() - began
+            for row, item in ((item.position, item) for item in block):
+                grade, samples = grades.get(row) or Grade("ungraded", reason=self._reasons.get(row)), self._samples[row]
+                found(item, [Reply("", seconds=seconds / len(block) / samples, grade=grade)] * samples)
 
 
 def pairs_for(
@@ -162,21 +161,10 @@ def _chosen(options: EvalOptions, read: int) -> tuple[Counter[int], str | None]:
     return rows, f"{most:,} of {read:,} items" if most < read else None
 
 
-def _answer(suite: SuiteConfig, row: int, text: str, margin: float | None, reason: str | None) -> Answer:
-    """A pair's answer. A margin that is not finite gives no verdict."""
-    if margin is not None and not isfinite(margin):
-        margin, reason = None, "the model's scores are not finite"
-    return Answer(
-        suite=suite.name,
-        item=str(row),
-        sample=0,
-        prompt=text,
-        completion="",
-        extracted=None if margin is None else f"{margin:+.6g}",
-        verdict="ungraded" if margin is None else "correct" if margin > 0 else "wrong",
-        score=None if margin is None else float(margin > 0),
-        reason=reason if margin is None else None,
-    )
+def _grade(margin: float) -> Grade:
+    if not isfinite(margin):
+        return Grade("ungraded", reason="the model's scores are not finite")
+    return Grade("correct" if margin > 0 else "wrong", float(margin > 0), f"{margin:+.6g}")
 
 
 def margins_by(model: PreTrainedModel, reference: PreTrainedModel | None = None) -> Margins:

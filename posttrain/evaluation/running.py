@@ -48,14 +48,15 @@ class Judge(ExitStack):
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
         super().__init__()
         self._suite, self._rule = suite, suite.rule
-        self.calls_function = ":" in suite.rule  # `submit` calls a user's function instead of workers
+        # whether `submit` calls a user's function instead of workers
+        self.calls_function = ":" in suite.rule and suite.kind != "preference"
         self._pool: Pool | None = None
         self._takes: set[str] = set()  # arguments of the rule
         self._function: RewardFunction | None = None
         if self.calls_function:
             self._function = RewardFunction(self._rule)
             self.callback(self._function.close)
-        elif self._rule not in ("none", OF_ENVIRONMENT) and suite.kind != "choices":
+        elif self._rule not in ("none", OF_ENVIRONMENT) and suite.kind == "generate":
             self._pool = self._started(workers, deadline)
             self.callback(self._pool.close)
 
