@@ -43,10 +43,8 @@ class ValidationConfig(Settings):
     def check(self) -> Conflicts:
         named = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
         if len(named) != 1:
-            yield (
-                named[-1] if named else "",
-                f"needs one of ratio, rows and source, not {' and '.join(named) or 'none'}",
-            )
+            given = " and ".join(named) or "none"
+            yield named[-1] if named else "", f"needs one of ratio, rows and source, not {given}"
         if self.source is None and (self.max_rows is not None or self.split != "test"):
             yield "split" if self.split != "test" else "max_rows", "has no effect without source"
 
@@ -175,12 +173,10 @@ class DataConfig(Settings):
             yield "tags", f"are read by template: tags only, not by {self.template}"
         if self.chat_template_kwargs and self.template == "none":
             yield "chat_template_kwargs", "have no effect with template: none"
-        if isinstance(self.max_prompt_length, int) and self.max_prompt_length >= self.max_length:
-            yield (
-                "max_prompt_length",
-                f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
-            )
-        if self.max_length < 2:
+        most, prompt = self.max_length, self.max_prompt_length
+        if isinstance(prompt, int) and prompt >= most:
+            yield "max_prompt_length", f"is {prompt}, which leaves no room for a completion in max_length = {most}"
+        if most < 2:
             yield "max_length", "is 1, but an example needs a token to predict from and a target"
         if not isinstance(self.source, str) and self.split != "train":
             yield "split", "must be given in each entry of source, because source is a list"

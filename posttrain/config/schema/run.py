@@ -53,18 +53,12 @@ class RunConfig(Settings):
 
     def check(self) -> Conflicts:
         folders = [model.folder_name for model in self.models]
-        for index, folder in enumerate(folders):
+        for index, (folder, model) in enumerate(zip(folders, self.models, strict=True)):
+            path = f"models.{index}.path"
             if not is_name(folder):
-                yield (
-                    f"models.{index}.path",
-                    f"is {self.models[index].path!r}, whose last part cannot name a folder; give the model a name",
-                )
+                yield path, f"is {model.path!r}, whose last part cannot name a folder; give the model a name"
             if folder in folders[:index]:
-                yield (
-                    f"models.{index}.path",
-                    f"would use the same folder {folder!r} as an earlier model; give it a name",
-                )
-        for index, model in enumerate(self.models):
+                yield path, f"would use the same folder {folder!r} as an earlier model; give it a name"
             if model.load_in_4bit and model.lora is None:
                 yield (
                     f"models.{index}.load_in_4bit",
@@ -180,7 +174,7 @@ class RunConfig(Settings):
         return self.data.max_length * (2 if self.method.joins_completions else 1)
 
     def _check_lengths(self) -> Conflicts:
-        kind = self.method.kind
+        kind, method, format = self.method.kind, self.method.type, self.data.format
         pairs = kind == "pair"
         with_another = self.method.joins_completions and not pairs
         example = "a pair" if pairs else "an example with another completion" if with_another else "an example"
@@ -196,27 +190,21 @@ class RunConfig(Settings):
                 "is 1, but loss_type: kto estimates the KL from the completions of other examples of the batch; "
                 "give 2 or more",
             )
-        if pairs and self.data.format not in PAIR_FORMATS:
+        if pairs and format not in PAIR_FORMATS:
+            known = ", ".join(sorted(PAIR_FORMATS))
+            yield "data.format", f"is {format}, which has no pairs of completions; {method} needs one of {known}"
+        if kind == "unpaired" and format not in LABELLED_FORMATS:
+            known = "kto (prompt, completion, label), or auto"
+            yield "data.format", f"is {format}, which has no labels; {method} needs {known}"
+        if kind != "unpaired" and format == "kto":
             yield (
                 "data.format",
-                f"is {self.data.format}, which has no pairs of completions; {self.method.type} needs one of "
-                f"{', '.join(sorted(PAIR_FORMATS))}",
-            )
-        if kind == "unpaired" and self.data.format not in LABELLED_FORMATS:
-            yield (
-                "data.format",
-                f"is {self.data.format}, which has no labels; {self.method.type} needs kto (prompt, completion, "
-                "label), or auto",
-            )
-        if kind != "unpaired" and self.data.format == "kto":
-            yield (
-                "data.format",
-                f"is kto, whose labels {self.method.type} does not read; to train on all completions alike set "
+                f"is kto, whose labels {method} does not read; to train on all completions alike set "
                 "prompt_completion or messages",
             )
-        if kind != "prompt" and self.data.format == "prompt":
-            yield "data.format", f"is prompt, which has no completions for {self.method.type} to learn from"
-        if self.method.type == "sft" and self.method.completion_only_loss and self.data.format == "text":
+        if kind != "prompt" and format == "prompt":
+            yield "data.format", f"is prompt, which has no completions for {method} to learn from"
+        if self.method.type == "sft" and self.method.completion_only_loss and format == "text":
             yield "method.completion_only_loss", "is true, but data.format: text has no prompt and completion"
 
     def _check_online(self) -> Conflicts:
@@ -233,10 +221,8 @@ class RunConfig(Settings):
         if not self.rewards and method.needs_rewards and not self.environments:
             yield "rewards", "is empty; give at least one, e.g. rewards: [{type: math}]"
         if method.head != "lm":
-            yield (
-                "rewards" if self.rewards else "evaluation.datasets",
-                "need completions, which a reward model does not generate; leave the rewards out",
-            )
+            given = "rewards" if self.rewards else "evaluation.datasets"
+            yield given, "need completions, which a reward model does not generate; leave the rewards out"
         if not online and not self._validates:
             yield (
                 "rewards",
@@ -326,11 +312,11 @@ class RunConfig(Settings):
             )
         if self.evaluation.num_batches is not None and not self._has_validation:
             yield "evaluation.num_batches", "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}"
-        evaluation = self.evaluation
+        evaluation, method, n = self.evaluation, self.method.type, self.evaluation.num_generations
         if evaluation.suites and self.method.head != "lm":
             yield (
                 "evaluation.suites",
-                f"need a model that generates, but {self.method.type} trains one that scores: leave them out",
+                f"need a model that generates; {method} trains one that scores: leave them out",
             )
         for name in ("num_generations", *SAMPLING):
             if not (self.samples and self._validates) and not evaluation.is_default(name):
@@ -338,11 +324,9 @@ class RunConfig(Settings):
                     f"evaluation.{name}",
                     "has no effect: it needs completions of validation prompts; set rewards and data.validation",
                 )
-        if evaluation.num_generations != 1 and evaluation.sampling(self.rollout).temperature <= 0:
-            yield (
-                "evaluation.num_generations",
-                f"is {evaluation.num_generations}, but with temperature 0 all completions of a prompt are the same",
-            )
+        if n != 1 and evaluation.sampling(self.rollout).temperature <= 0:
+            path = "evaluation.num_generations"
+            yield path, f"is {n}, but with temperature 0 all completions of a prompt are the same"
         for index, dataset in enumerate(evaluation.datasets):
             if dataset.template == "chat" and self.data.template not in ("chat", "none"):
                 yield (
