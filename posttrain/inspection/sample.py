@@ -16,9 +16,8 @@ from posttrain.base.terminal import visible
 from posttrain.base.threads import sharing_cores
 from posttrain.config import DataConfig, RunConfig
 from posttrain.data.prompts import Prompt, completion_faults, prompts_of, stop_faults
-from posttrain.data.reading import malformed_of
+from posttrain.data.reading import SourcePart, malformed_of, parts_of
 from posttrain.data.report import Malformed
-from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
 from posttrain.environments.episode import start_of
@@ -131,18 +130,14 @@ def first_prompts(
     """The first usable prompts of the validation set (without one, of the training set), and unusable rows among them.
 
     Raises DataError if none of the first rows has a usable prompt."""
-    held, skip = data.validation, 0
+    held, part = data.validation, parts_of(data)[0]
     if held is not None and held.source is not None:
-        source, split = held.source, held.split
-    elif isinstance(data.source, str):
-        source, split, skip = data.source, data.split, data.skip_rows
-    else:
-        source, split = data.source[0].source, data.source[0].split
-    rows = open_source(source, split, None, seed, choose_template(data, tokenizer).compose).read()
-    records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
+        part = SourcePart(held.source, held.split, None)
+    rows = part.open(None, seed, choose_template(data, tokenizer).compose)[0].read()
+    records = list(itertools.islice(rows, part.skip_rows, part.skip_rows + 4 * count))  # some may be malformed
     usable: list[Prompt] = []
     unused: list[Malformed] = []
-    prompts = prompts_of(records, data, tokenizer, source, behavior_version, positions_of(policy.config))
+    prompts = prompts_of(records, data, tokenizer, part.source, behavior_version, positions_of(policy.config))
     for record, prompt in zip(records, prompts, strict=True):
         if isinstance(prompt, Malformed):
             unused.append(prompt)
@@ -153,7 +148,7 @@ def first_prompts(
         if len(usable) == count:
             break
     if not usable:
-        raise DataError(f"none of the first {len(records)} rows of {source} has a usable prompt: {unused[0]}")
+        raise DataError(f"none of the first {len(records)} rows of {part.source} has a usable prompt: {unused[0]}")
     return usable, unused
 
 

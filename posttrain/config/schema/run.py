@@ -316,7 +316,7 @@ class RunConfig(Settings):
         if evaluation.suites and self.method.head != "lm":
             yield (
                 "evaluation.suites",
-                f"need a model that generates; {method} trains one that scores: leave them out",
+                f"need a model that generates, but {method} trains one that scores: leave them out",
             )
         for name in ("num_generations", *SAMPLING):
             if not (self.samples and self._validates) and not evaluation.is_default(name):
