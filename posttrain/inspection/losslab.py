@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from posttrain.recipes import recipe_of
 from posttrain.recipes.offline import Models, scorer_of
 from posttrain.recipes.online import Step, split_prompts
 from posttrain.runs.files import load_tensors, restore_rng, rng_state
-from posttrain.runs.run import Run
+from posttrain.runs.run import scratch_run
 from posttrain.scoring import Scorer
 from posttrain.training.job import Job
 from posttrain.training.reference import is_reference_free, make_reference, no_reference
@@ -206,10 +205,7 @@ def _job(config: RunConfig, weights: Weights):
     recompute = checkpointing is True or (checkpointing == "auto" and take_device(config.devices).type == "cuda")
     training = config.training.model_copy(update={"optimizer": "adamw"})  # offloading would keep the model off the GPU
     config = config.model_copy(update={"training": training})
-    with (
-        TemporaryDirectory(prefix="posttrain-losses-") as temporary,
-        Run.create(Path(temporary) / "run", dump(config), {}) as run,
-    ):
+    with scratch_run(dump(config)) as run:
         yield Job.start(config, config.models[0], run, weights.checkpoint, recompute)
 
 

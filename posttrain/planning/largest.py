@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -28,7 +26,7 @@ from posttrain.models.devices import take_device
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import Estimate, estimate, holds_reference, start_job
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
-from posttrain.runs.run import Run
+from posttrain.runs.run import scratch_run
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.training.job import Job, router_weight
 from posttrain.training.loop import epoch_order
@@ -205,10 +203,7 @@ class Trials:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
         try:
-            with (
-                TemporaryDirectory(prefix="posttrain-") as folder,
-                Run.create(Path(folder) / "run", dump(self.config), {}) as run,
-            ):
+            with scratch_run(dump(self.config)) as run:
                 self._step = Step(start_job(self.config, self.model, run))
                 yield
         finally:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self
 
 from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
@@ -301,6 +302,13 @@ class Follower(Run):
         if error is not None:
             log.error("%s", reason_of(error), exc_info=error)
             self._save_after(error)
+
+
+@contextmanager
+def scratch_run(config_yaml: str) -> Iterator[Run]:
+    """A run in a temporary folder, which is removed at the end of the block."""
+    with TemporaryDirectory(prefix="posttrain-") as folder, Run.create(Path(folder) / "run", config_yaml, {}) as run:
+        yield run
 
 
 @contextmanager
