@@ -206,8 +206,6 @@ def _literal(source: str | ast.expr) -> Any:
         raise ValueError(str(error)) from None
 
 
-# --- learning a template ----------------------------------------------------------------------------------------------
-
 FIRST, SECOND = "alpha_probe", "beta_probe"  # names of tools
 KEYS = ("first_key", "second_key")
 VALUES = ("first value", 4711)

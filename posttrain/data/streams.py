@@ -112,9 +112,6 @@ def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             yield number, line
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def read_parquet(path: Path) -> Iterator[Parsed]:
     """Read Apache Parquet; the line is the row's number, from 1."""
     compressed = path.suffix.lower() == ".gz"

@@ -268,9 +268,6 @@ def _outputs(key: str, items: Items, store: EvaluationStore, generator: str) -> 
             }
 
 
-# --- calibration ------------------------------------------------------------------------------------------------------
-
-
 def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, deadline: float) -> dict[str, Any]:
     """Compare three verifiers on the graded answers, and find golds that the rule rejects as their own answers.
 

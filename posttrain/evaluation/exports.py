@@ -73,9 +73,6 @@ def _by_evaluation(answers: Sequence[Answer], summary: dict[str, Any], folder: P
     return found
 
 
-# --- lm-eval ----------------------------------------------------------------------------------------------------------
-
-
 def lm_eval_files(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
     """The contents of the files by name, relative to the results folder."""
     model = re.sub(r"[\"<>:/|\\?*\[\]]+", "__", summary["model"]["name"])

@@ -205,9 +205,6 @@ def _storable(value: Any) -> Any:
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
-# --- summary ----------------------------------------------------------------------------------------------------------
-
-
 def summarise(
     items: "Items", setting: str, answers: Sequence[Answer], samples: int, sampling: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
@@ -274,9 +271,6 @@ def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float 
         scores = [answer.score for answers in items for answer in answers if answer.score is not None]
         groups[name] = {"value": fmean(scores) if scores else None, "items": len(items)}
     return groups
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_files(

@@ -193,9 +193,6 @@ def _majority(correct: int, wrong: tuple[int, ...], silent: int, k: int) -> floa
     return float(sum((Fraction(number, total * (1 + tied)) for tied, number in right.items()), Fraction(0)))
 
 
-# --- two evaluations --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Paired:
     """B's mean score minus A's, prompt by prompt."""

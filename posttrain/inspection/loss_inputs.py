@@ -211,9 +211,6 @@ def rows_of(job: Job, folder: Path, step: int) -> Rows:
     return Rows([data.train[int(row)] for row in order[positions]], data, data.train[int(order[positions.start - 1])])
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A loss with its settings: a row of the lab. `label`: the name, and the settings chosen for this loss."""

@@ -53,9 +53,6 @@ NOT_OF_THE_QUESTION = ("shots", "about")
 BLOCK_WORDS = 1_000_000  # words of training rows compared at a time
 
 
-# --- duplicates -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Duplicates:
     """The rows with one kind of duplicate, as (row, earlier row). `among`: the number of rows compared."""
@@ -170,9 +167,6 @@ def _bands(texts: Texts, among: Array) -> Array:
         least = np.minimum.reduceat(mixed(every ^ mixed(np.array([number + 1], np.uint64))), starts)
         out[:, number // ROWS] = mixed(out[:, number // ROWS] * PRIME + least)
     return out
-
-
-# --- contamination ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

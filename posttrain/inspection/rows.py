@@ -36,9 +36,6 @@ log = logging.getLogger("posttrain")
 BATCH = 32  # rows scored per batch
 
 
-# --- generate ---------------------------------------------------------------------------------------------------------
-
-
 @sharing_cores()
 def generate(
     model: ModelConfig,
@@ -114,9 +111,6 @@ def generate_all(
             [prompt.tokens for prompt in prompts], sampling, seeds=seeds, finished=lambda *_: count()
         )
     return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
-
-
-# --- score ------------------------------------------------------------------------------------------------------------
 
 
 @sharing_cores()

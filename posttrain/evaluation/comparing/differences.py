@@ -32,9 +32,6 @@ MCNEMAR, BOOTSTRAP = "exact McNemar", "paired bootstrap"
 Answers = Mapping[str, Sequence[Answer]]  # by item
 
 
-# --- items ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The items that both sides have, in A's order.
@@ -116,9 +113,6 @@ def flips(pairs: Shared, a: Answers, b: Answers) -> list[Flip]:
 def _extreme(answers: Sequence[Answer], best: bool) -> Answer:
     graded = [one for one in answers if one.score is not None]
     return (max if best else min)(graded, key=lambda one: one.score or 0.0)
-
-
-# --- differences ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
