@@ -289,14 +289,7 @@ class RunTokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        /,
-        *,
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str:
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token for token in token_ids if 0 <= token < 2**32]  # a damaged store may have any
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 

@@ -19,14 +19,10 @@ from posttrain.runs.summary import RunSummary
 LEAST = 8  # minimum width of a folding column, in characters
 
 ORDERS: dict[str, Callable[[RunSummary], Any]] = {
-    "time": lambda run: run.changed,
+    "time": operator.attrgetter("changed"),
     "name": lambda run: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", run.name.lower())],
-    "state": lambda run: run.state,
-    "method": lambda run: run.method,
+    **{name: operator.attrgetter(name) for name in ("state", "method", "model", "step", "result", "size")},
     "model": lambda run: run.model.lower(),
-    "step": lambda run: run.step,
-    "result": lambda run: run.result,
-    "size": lambda run: run.size,
 }
 
 
@@ -41,17 +37,8 @@ def ordered(runs: Iterable[RunSummary], order: str, reverse: bool = False) -> li
 
 
 TERM = re.compile(r"(?P<field>[a-z]+)(?P<sign>!=|<=|>=|=|<|>)(?P<value>.*)", re.DOTALL)
-TEXTS: dict[str, Callable[[RunSummary], Sequence[str]]] = {
-    "name": lambda run: (run.name,),
-    "state": lambda run: (run.state,),
-    "method": lambda run: (run.method,),
-    "model": lambda run: (run.model,),
-    "data": lambda run: (run.data,),
-    "metric": lambda run: (run.metric,),
-    "tag": lambda run: run.tags,
-    "note": lambda run: (run.note,),
-}
-NUMBERS = {name: operator.attrgetter(name) for name in ("step", "result", "size", "age")}  # float or None
+TEXTS = ("name", "state", "method", "model", "data", "metric", "tag", "note")
+NUMBERS = ("step", "result", "size", "age")  # float or None
 COMPARED: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
@@ -77,17 +64,21 @@ def _test(term: str) -> Callable[[RunSummary], bool]:
     match = TERM.fullmatch(term.strip())
     if match is None:
         word = term.strip().lower()
-        return lambda run: any(word in text.lower() for texts in TEXTS.values() for text in texts(run))
+        return lambda run: any(word in text.lower() for name in TEXTS for text in _texts(run, name))
     field, sign, value = match["field"], match["sign"], match["value"]
     if field in NUMBERS:
         compare, limit = COMPARED[sign], bound(field, value)
-        return lambda run: (number := NUMBERS[field](run)) is not None and compare(number, limit)
+        return lambda run: (number := getattr(run, field)) is not None and compare(number, limit)
     if field not in TEXTS:
-        raise RunError(f"cannot filter by {field}: give one of {', '.join(TEXTS | NUMBERS)}, or a word")
+        raise RunError(f"cannot filter by {field}: give one of {', '.join(TEXTS + NUMBERS)}, or a word")
     if sign not in ("=", "!="):
         raise RunError(f"{term}: {field} is a text: compare it with = or !=")
     pattern = re.compile(fnmatch.translate(value.lower()))
-    return lambda run: any(pattern.match(text.lower()) for text in TEXTS[field](run)) == (sign == "=")
+    return lambda run: any(pattern.match(text.lower()) for text in _texts(run, field)) == (sign == "=")
+
+
+def _texts(run: RunSummary, field: str) -> Sequence[str]:
+    return run.tags if field == "tag" else (getattr(run, field),)
 
 
 def bound(field: str, text: str) -> float:
