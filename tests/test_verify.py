@@ -237,4 +237,4 @@ def test_the_command(tmp_path, shared, scratch_model, capsys):
     assert (kept / "whole/run/final").is_dir() and (kept / "killed.log").is_file()
     assert main(["verify-resume", str(file), "data.source=missing.jsonl"]) == 1
     error = capsys.readouterr().err
-    assert "training failed without a kill" in error and "missing.jsonl is not there" in error
+    assert "training failed without a kill" in error and "missing.jsonl does not exist" in error
