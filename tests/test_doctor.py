@@ -13,7 +13,7 @@ from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
 from posttrain.base.imports import installing
 from posttrain.cli import main
-from posttrain.doctor import all_checks, checks, chosen, examine, libraries, machine, services
+from posttrain.doctor import all_checks, answer, checks, chosen, examine, libraries, machine, services
 from posttrain.doctor.checks import Broken, Check
 
 
@@ -117,12 +117,11 @@ def test_real_checks_in_this_process(name, tmp_path, monkeypatch):
     """Without a crash to fear, since the installed packages work here; nothing stays in the folders."""
     monkeypatch.chdir(tmp_path)
     [one] = chosen(all_checks(tmp_path / "runs"), [name])
-    module, function = one.target.split(":")
-    found = getattr(import_module(module), function)(*one.arguments)
+    found = answer(one.target, list(one.arguments))
     print(found)
     allowed = {"ok"} | ({"limited"} if name in ("cores", "torch") else set())
     optional = {"GPU", "flash-attn", "hub", "hub token", "bitsandbytes"}
-    assert found.state in allowed | ({"absent", "limited"} if name in optional else set())
+    assert found["state"] in allowed | ({"absent", "limited"} if name in optional else set())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,8 +169,9 @@ def test_versions_outside_the_range(version, detail, fix, monkeypatch):
 
 
 def test_an_optional_package_that_is_not_there():
-    found = checks.absent("vllm", "no_such_module", "rollout.engine: vllm", "vllm")
-    assert found is not None and found.state == "absent" and found.fix == installing("vllm")
+    with pytest.raises(Broken, match=r"not installed; for rollout\.engine: vllm") as error:
+        checks.version_of("no-such-package", "rollout.engine: vllm", "vllm")
+    assert (error.value.state, error.value.fix) == ("absent", installing("vllm"))
 
 
 def test_faults_of_a_disk(tmp_path, monkeypatch):

@@ -210,6 +210,6 @@ def answer(target: str, arguments: list[str]) -> dict[str, Any]:
     try:
         return asdict(getattr(importlib.import_module(module), function)(*arguments))
     except Broken as error:
-        return asdict(Found(str(error), "broken", error.fix))
+        return asdict(Found(str(error), error.state, error.fix))
     except BaseException as error:
         return asdict(Found(reason_of(error), "broken"))

@@ -28,11 +28,12 @@ class Found:
 
 
 class Broken(Exception):
-    """Raised by a check if something does not work. Any other exception has the same meaning."""
+    """Raised by a check if something does not work. Any other exception has the same meaning. Another `state` than
+    broken: the check found nothing to call."""
 
-    def __init__(self, detail: str, fix: str = ""):
+    def __init__(self, detail: str, fix: str = "", state: State = "broken"):
         super().__init__(detail)
-        self.fix = fix
+        self.fix, self.state = fix, state
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,11 @@ def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
     return [check for check in checks if not wanted or check.name.lower() in wanted]
 
 
-def version_of(package: str) -> str:
-    """The version of a package. Raises Broken, with a fix, if it is missing or outside the declared range."""
+def version_of(package: str, purpose: str = "", extra: str = "") -> str:
+    """The version of a package. Raises Broken, with a fix, if it is missing or outside the declared range; with the
+    state absent if the package of an `extra`, which is for `purpose`, cannot be imported."""
+    if extra and importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise Broken(f"not installed; for {purpose}", installing(extra), "absent")
     from packaging.requirements import Requirement  # a package that transformers and datasets also need
 
     try:
@@ -110,13 +114,6 @@ def _declared() -> list[str]:
         return metadata.requires("posttrain") or []
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return []
-
-
-def absent(package: str, module: str, purpose: str, extra: str) -> Found | None:
-    """The finding that an optional package is not installed, or None if it is."""
-    if importlib.util.find_spec(module) is not None:
-        return None
-    return Found(f"not installed; for {purpose}", "absent", installing(extra))
 
 
 def python() -> Found:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.doctor.checks import Broken, Found, absent, version_of
+from posttrain.doctor.checks import Broken, Found, version_of
 
 # Largest relative error of a quantised layer's outputs. Measured: 0.4 % and 9 % on a CPU.
 INT8_ERROR, NF4_ERROR = 0.02, 0.15
@@ -98,9 +98,7 @@ def matplotlib() -> Found:
 
 def bitsandbytes() -> Found:
     """Check a linear layer in int8 and in NF4 with double quantisation, and the gradient of the NF4 layer's input."""
-    if missing := absent("bitsandbytes", "bitsandbytes", "model.load_in_4bit, quantised exports", "quant"):
-        return missing
-    version = version_of("bitsandbytes")
+    version = version_of("bitsandbytes", "model.load_in_4bit, quantised exports", "quant")
     import bitsandbytes as bnb
     import torch
 
@@ -127,18 +125,14 @@ def bitsandbytes() -> Found:
 
 def vllm() -> Found:
     """Check that vLLM can be imported with the classes that the engine uses."""
-    if missing := absent("vllm", "vllm", "rollout.engine: vllm", "vllm"):
-        return missing
-    version = version_of("vllm")
+    version = version_of("vllm", "rollout.engine: vllm", "vllm")
     loaded = importlib.import_module("vllm")
     return Found(f"{version}: {loaded.LLM.__name__} and {loaded.SamplingParams.__name__} load")
 
 
 def flash_attn() -> Found:
     """Compare flash-attn's attention on a GPU with PyTorch's."""
-    if missing := absent("flash-attn", "flash_attn", "model.attention: flash_attention_2", "flash-attn"):
-        return missing
-    version = version_of("flash-attn")
+    version = version_of("flash-attn", "model.attention: flash_attention_2", "flash-attn")
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -153,9 +147,7 @@ def flash_attn() -> Found:
 
 def liger() -> Found:
     """Compare Liger's norm on a GPU with PyTorch's."""
-    if missing := absent("liger-kernel", "liger_kernel", "model.use_liger_kernel", "liger"):
-        return missing
-    version = version_of("liger-kernel")
+    version = version_of("liger-kernel", "model.use_liger_kernel", "liger")
     import torch
 
     from posttrain.config.schema.model import ModelConfig

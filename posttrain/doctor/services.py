@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from posttrain.base.redaction import redact
 from posttrain.base.words import counted
-from posttrain.doctor.checks import Broken, Found, absent, version_of
+from posttrain.doctor.checks import Broken, Found, version_of
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest, Judgement, Rule
 
@@ -130,9 +130,7 @@ def hub_token() -> Found:
 
 def tensorboard() -> Found:
     """Check that TensorBoard reads an event file from torch's writer."""
-    if missing := absent("tensorboard", "tensorboard", "tracking.report_to: tensorboard", "track"):
-        return missing
-    version = version_of("tensorboard")
+    version = version_of("tensorboard", "tracking.report_to: tensorboard", "track")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from torch.utils.tensorboard import SummaryWriter
 
@@ -148,9 +146,7 @@ def tensorboard() -> Found:
 
 def wandb() -> Found:
     """Check that a run is written to a folder without the network."""
-    if missing := absent("wandb", "wandb", "tracking.report_to: wandb", "track"):
-        return missing
-    version = version_of("wandb")
+    version = version_of("wandb", "tracking.report_to: wandb", "track")
     import wandb
 
     from posttrain.runs.tracking import has_wandb_key
@@ -169,9 +165,7 @@ def wandb() -> Found:
 
 def trackio() -> Found:
     """Check that a run is written to a new database."""
-    if missing := absent("trackio", "trackio", "tracking.report_to: trackio", "track"):
-        return missing
-    version = version_of("trackio")
+    version = version_of("trackio", "tracking.report_to: trackio", "track")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["TRACKIO_DIR"] = folder  # trackio reads it when it is imported
         os.environ.pop("TRACKIO_SPACE_ID", None)
@@ -188,9 +182,7 @@ def trackio() -> Found:
 
 def server() -> Found:
     """Check that a server on this machine answers a request."""
-    for package in ("fastapi", "uvicorn"):
-        if missing := absent(package, package, "posttrain serve and chat", "serve"):
-            return missing
+    versions = [f"{name} {version_of(name, 'posttrain serve and chat', 'serve')}" for name in ("fastapi", "uvicorn")]
     import httpx
     import uvicorn
     from fastapi import FastAPI
@@ -215,17 +207,16 @@ def server() -> Found:
     if answer.json() != {"status": "ok"}:
         status = answer.status_code
         raise Broken(f"a request to this machine is answered with {status}", "pip install -U fastapi uvicorn")
-    return Found(f"fastapi {version_of('fastapi')}, uvicorn {version_of('uvicorn')}: a request is answered")
+    return Found(f"{', '.join(versions)}: a request is answered")
 
 
 def pages() -> Found:
     """Check that the description of a page, which a browser receives, has components."""
-    if missing := absent("gradio", "gradio", "posttrain ui", "ui"):
-        return missing
+    version = version_of("gradio", "posttrain ui", "ui")
     import gradio
 
     with gradio.Blocks(analytics_enabled=False) as blocks:
         gradio.Markdown("doctor")
     if not blocks.get_config_file()["components"]:
-        raise Broken(f"gradio {version_of('gradio')}: a page has no components", "pip install -U gradio")
-    return Found(f"gradio {version_of('gradio')}: a page works")
+        raise Broken(f"gradio {version}: a page has no components", "pip install -U gradio")
+    return Found(f"gradio {version}: a page works")
