@@ -89,7 +89,7 @@ def test_the_rows_of_settings_and_of_a_run(browser, address, runs, shared):
             page.goto(f"{address}/run?run=saved")
             page.locator(".view").get_by_role("link", name="Data", exact=True).click()
             page.wait_for_url("**/data?run=saved")
-            page.get_by_text("examples 1 to 8 of 8").first.wait_for(timeout=60_000)
+            page.get_by_text("8 examples", exact=True).first.wait_for(timeout=60_000)
             assert fits(page)
             photograph(page, PICTURES / f"data-{mode}.png")
 

@@ -15,7 +15,7 @@ from posttrain.reports.markup import Markup, cards, el, join, link, message, num
 from posttrain.runs.files import read_regular
 from posttrain.ui.commands import Output
 from posttrain.ui.new_page import draft
-from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden
+from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden, pager
 from posttrain.ui.runs_page import run_links
 from posttrain.ui.viewer import Viewer
 from posttrain.ui.votes import seen
@@ -25,7 +25,7 @@ SORTS = {"row": "as in the data", "longest": "longest first", "shortest": "short
 PAGE, BLOCK = 10, 50  # examples shown on a page, and examples read at a time
 LISTED = 100  # maximum number of dropped rows listed
 EXAMPLES = 3  # maximum number of examples per finding
-OWN = ("set", "sort", "row", "first")  # parameters of the address that are not settings
+OWN = ("set", "sort", "row", "page")  # parameters of the address that are not settings
 CHECK = ("--json", "--rows", "0")
 
 
@@ -98,7 +98,7 @@ def _choice(viewer: Viewer, name: str) -> Markup:
 
 def _arguments(query: Query) -> tuple[str, ...]:
     """The arguments of `explore` for the block that contains the examples at the address."""
-    first, row = query.integer("first") or 0, query.integer("row")
+    first, row = query.page * PAGE, query.integer("row")
     where = ("--row", str(row)) if row is not None else ("--first", str(first // BLOCK * BLOCK))
     order = ("--sort", query.choice("sort", list(SORTS)), "--set", query.one("set") or "train")
     return ("--json", "--no-quality", "--rows", str(BLOCK), *order, *where)
@@ -213,21 +213,13 @@ def _rows(shown: Mapping[str, Any], query: Query) -> Markup:
         PATH, hidden(query, *dict.fromkeys(kept)), choice("set", "Set", names, which),
         choice("sort", "Order", list(SORTS), sort, labels=SORTS), entry("row", "Row", row, "all"),
     )  # fmt: skip
-    first, total = query.integer("first") or 0, shown["sets"][which]["examples"]
-    start = 0 if row else first % BLOCK // PAGE * PAGE
+    start = 0 if row else query.page * PAGE % BLOCK
     examples = shown["rows"][start : start + (len(shown["rows"]) if row else PAGE)]
     trained = el("span", el("span", "trained", class_="trained"), class_="masked inline")
     legend = el("p", "Tokens: ", trained, "; the rest is context. Point at a token to see its id.", class_="quiet")
-    pager = None if row else _pager(query, first // PAGE * PAGE, total)
+    pages = None if row else pager(query, PATH, PAGE, shown["sets"][which]["examples"], "example")
     none = message("There is no such example in this set.") if not examples else None
-    return join([el("h2", "Rows"), controls, legend, pager, none, *map(_example, examples), pager])
-
-
-def _pager(query: Query, first: int, total: int) -> Markup:
-    links = [link("← previous", query.but(PATH, first=max(0, first - PAGE)))] if first > 0 else []
-    links.append(el("span", f"examples {first + 1:,} to {min(first + PAGE, total):,} of {total:,}"))
-    links += [link("next →", query.but(PATH, first=first + PAGE))] if first + PAGE < total else []
-    return el("p", join(links, "  "), class_="quiet")
+    return join([el("h2", "Rows"), controls, legend, pages, none, *map(_example, examples), pages])
 
 
 def _example(example: Mapping[str, Any]) -> Markup:

@@ -18,7 +18,6 @@ from posttrain.reports.page import digest, document, script_in
 
 LONGEST, MOST = 8_000, 200  # maximum characters and values read from an address
 BIG = 1 << 53
-MOST_PAGES = 10_000  # maximum number of pages of a list
 HERE = Path(__file__).parent
 FAVICON = HERE / "favicon.svg"
 STYLE = design.TOKENS + design.PARTS + (HERE / "style.css").read_text(encoding="utf-8")
@@ -63,7 +62,7 @@ class Query:
 
     @property
     def page(self) -> int:
-        return min(self.integer("page") or 0, MOST_PAGES)
+        return self.integer("page") or 0
 
     def but(self, path: str = "", **changes: object) -> str:
         """The address with changed parameters; None removes a parameter, a list sets several values."""
