@@ -33,7 +33,8 @@ class Broken(Exception):
 
     def __init__(self, detail: str, fix: str = "", state: State = "broken"):
         super().__init__(detail)
-        self.fix, self.state = fix, state
+        self.fix = fix
+        self.state: State = state
 
 
 @dataclass(frozen=True, slots=True)
