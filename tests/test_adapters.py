@@ -5,6 +5,7 @@ Those that PEFT wrote: read as PEFT reads them, or refused by name.
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -152,6 +154,22 @@ def test_adapters_name_their_base_at_its_revision(tmp_path, shared, scratch_mode
     assert base_settings(ModelConfig(path=str(folder / "final"), revision="v1")).revision == "v1"
     model = ModelConfig(path="a", revision="b")
     assert reference_settings(model, None) == model and reference_settings(model, "c").revision is None
+
+
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_the_readme_of_an_adapter_is_ours(method, tmp_path, shared, scratch_model):
+    """Not PEFT's form of empty headings; its code loads the adapter, and it names no folder of this machine."""
+    folder = train(settings(shared, scratch_model, tmp_path, method), "training.max_steps=1", "name=a: [b]")
+    for saved in ("final", "checkpoint-1"):
+        card = (folder / saved / "README.md").read_text()
+        assert f"trained from `{scratch_model.name}` with {method} by posttrain" in card and "# a: [b]" in card
+        assert str(scratch_model.parent) not in card and "More Information Needed" not in card
+        header = yaml.safe_load(card.split("---")[1])
+        assert header == {"library_name": "peft", "tags": ["posttrain", "lora", method]}
+    names = {}
+    exec(re.search("```python\n(.*?)```", card, re.DOTALL)[1].replace("THIS FOLDER", str(folder / "final")), names)
+    assert names["model"].peft_config["default"].r == 4 and names["tokenizer"]("a").input_ids
+    assert method == "sft" or names["model"].config.num_labels == 1
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -170,6 +170,40 @@ def test_a_missing_file_names_near_matches(tmp_path):
         open_source("builtin:algebra", "train", None, 0, str.join)
 
 
+def test_rows_of_a_function(tmp_path, monkeypatch):
+    """As a file with the same rows, by split, also for validation; its faults name the function and the line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_source.py").write_text(
+        f"ROWS = {ROWS!r}\n\n\ndef load(split):\n    yield from ROWS[:3] if split == 'train' else ROWS[3:]\n"
+        "def broken(split):\n    yield ROWS[0]\n    raise KeyError(split)\n"
+        "def mixed(split):\n    return [*ROWS * 50, 'no row']\n"
+        "def nothing(split):\n    return []\n"
+        "def none(split): ...\n"
+    )
+    written(tmp_path / "train.jsonl", ROWS[:3])
+    written(tmp_path / "held.jsonl", ROWS[3:])
+    own, file = (
+        prepare(DataConfig(source=train, validation={"source": held}, template="none"), byte_tokenizer(), "sft")
+        for train, held in (("own_source:load", "own_source:load"), ("train.jsonl", "held.jsonl"))
+    )
+    for ours, theirs in ((own.train, file.train), (own.validation["validation"], file.validation["validation"])):
+        assert [e.trees[0].tokens.tolist() for e in ours] == [e.trees[0].tokens.tolist() for e in theirs]
+    assert splits_of("own_source:load") == ["train"]
+    mixed = prepare(DataConfig(source="own_source:mixed", template="none"), byte_tokenizer(), "sft")
+    assert [(row.file, row.line) for row in mixed.reports["train"].malformed] == [("own_source:mixed", 201)]
+    for name, message in (
+        ("broken", r"own_source:broken\('train'\) failed: KeyError: 'train' .*line 8"),
+        ("nothing", "own_source:nothing.* yields no rows"),
+        ("none", "own_source:none.* failed: TypeError: 'NoneType'"),
+        ("laod", "own_source has no function laod; it has load"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(DataConfig(source=f"own_source:{name}", template="none"), byte_tokenizer(), "sft")
+    with pytest.raises(DataError, match="there is no module own_sauce"):
+        open_source("own_sauce:load", "train", None, 0, lambda working, answer: working)
+
+
 def test_folder_with_splits(tmp_path):
     for split, count in (("train", 3), ("test", 1)):
         written(tmp_path / f"{split}.jsonl.gz", ROWS[:count])

@@ -1034,7 +1034,7 @@ def test_a_hostile_template_holds_up_no_other_request(stories, tmp_path, monkeyp
 
 def test_no_template_is_rendered_in_our_own_processes():
     """A template is a program of a stranger: only posttrain/data/render_worker.py, which has limits, compiles one.
-    posttrain/export/templates.py compiles the package's own files, into which it writes what strangers wrote."""
+    posttrain/base/files.py compiles the package's own files, into which it writes what strangers wrote."""
     root = Path(render.__file__).parents[1]
     using = set()
     for path in root.rglob("*.py"):
@@ -1043,6 +1043,8 @@ def test_no_template_is_rendered_in_our_own_processes():
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if "jinja" in imported or "chat_template_utils" in imported or called.endswith(".apply_chat_template"):
                 using.add(path.relative_to(root).as_posix())
-    assert using == {"data/render_worker.py", "export/templates.py"}
-    called = re.findall(r"from_template\(\s*([^,]+),", "".join(f.read_text() for f in (root / "export").glob("*.py")))
-    assert set(called) == {'"Modelfile.jinja"', '"card.md.jinja"', "name: str"}
+    assert using == {"data/render_worker.py", "base/files.py"}
+    called = re.findall(r"from_template\(\s*([^,]+,\s*[^,]+),", "".join(f.read_text() for f in root.rglob("*.py")))
+    names = {" ".join(arguments.split()) for arguments in called}
+    own = {f'__file__, "{name}.jinja"' for name in ("Modelfile", "card.md", "adapter.md")}
+    assert names == own | {"module: str, name: str"}

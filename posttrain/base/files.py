@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
@@ -182,6 +182,15 @@ def sync_tree(folder: Path) -> None:
 
 
 MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library
+
+
+def from_template(module: str, name: str, filters: Mapping[str, Callable[..., Any]], /, **values: Any) -> str:
+    """The text of a Jinja template that lies beside a module (`__file__`), with these filters and values."""
+    from jinja2 import Environment
+
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= filters
+    return environment.from_string(Path(module).with_name(name).read_text(encoding="utf-8")).render(values)
 
 
 def table_beside(module: str, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from os.path import abspath
+from os.path import abspath, exists, expanduser
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -32,6 +32,11 @@ def model_name(path: str) -> str:
     while len(parts) > 1 and SAVED.fullmatch(parts[-1]) and parts[-2] not in ("", ".", ".."):
         parts.pop()
     return parts[-1]
+
+
+def hub_id_of(source: str) -> str | None:
+    """A model's or data set's id on the hub, owner/name; None for a folder or file."""
+    return source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not exists(expanduser(source)) else None
 
 
 def in_units(size: int) -> str:

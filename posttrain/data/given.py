@@ -1,4 +1,4 @@
-"""Rows that a program gives to the Python API in memory. Settings name them `given:NAME`."""
+"""Rows in memory: those that a program gives to the Python API (`given:NAME` in settings), and those of a function."""
 
 import hashlib
 import json
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.base.errors import DataError
-from posttrain.base.functions import GIVEN
+from posttrain.base.errors import DataError, RewardError, reason_of
+from posttrain.base.functions import GIVEN, find_function
 from posttrain.data.readers import Record
 
 
 @dataclass(frozen=True)
 class Given:
-    """Rows that a program gives to the Python API in memory."""
+    """Rows in memory, under the name that the settings have for them."""
 
     name: str
     rows: Sequence[Any]
@@ -49,3 +49,16 @@ def given_rows(source: str) -> Given:
     if source not in _given:
         raise DataError(f"{source}: these rows were given to the Python API in memory: give them again, as data=…")
     return _given[source]
+
+
+def own_rows(source: str, split: str) -> Given:
+    """The rows of a user's function `module:function` for a split. Raises DataError if it fails or yields none."""
+    try:
+        rows = list(find_function(source)(split))
+    except RewardError as error:
+        raise DataError(f"data.source: {error}") from error
+    except Exception as error:  # the user's code may raise any
+        raise DataError(f"data.source: {source}({split!r}) failed: {reason_of(error)}") from error
+    if not rows:
+        raise DataError(f"data.source: {source}({split!r}) yields no rows")
+    return Given(source, rows)

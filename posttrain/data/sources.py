@@ -24,7 +24,8 @@ from posttrain.base.files import near, path_of, put_folder, settle
 from posttrain.base.functions import GIVEN
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.config.schema.datasets import KnownSet, known_set, known_sets
-from posttrain.data.given import Given, given_rows
+from posttrain.config.schema.types import is_own
+from posttrain.data.given import Given, given_rows, own_rows
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
@@ -82,7 +83,7 @@ Source = Files | Task | Given  # each has a digest that changes with its content
 
 
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
-    """Open the source that `source` names: `builtin:…`, a path, a known data set, or a hub id `owner/name[/subset]`.
+    """Open the source that `source` names: `builtin:…`, a path, a `module:function`, a known data set, or a hub id.
 
     `split` selects files of a folder or hub data set; a single file has no splits and is read whole. `compose` writes
     the replies of a built-in task in the template's format. Raises DataError if there is no such source.
@@ -96,6 +97,8 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
     if source.startswith(GIVEN):
         return given_rows(source)
     path = path_of(source, DataError)
+    if is_own(source) and not path.exists():
+        return own_rows(source, split)
     if path.is_file():
         return Files((path,))
     if path.is_dir():
@@ -120,9 +123,9 @@ def layout_of(source: str) -> KnownSet | None:
 
 
 def splits_of(source: str) -> list[str]:
-    """The splits of a folder or hub data set, by the names that `split` accepts; a file has only `train`."""
+    """The splits of a folder or hub data set, by the names that `split` accepts; files and functions have `train`."""
     path = path_of(source, DataError)
-    if path.is_file():
+    if path.is_file() or is_own(source):
         return ["train"]
     if path.is_dir():
         manifest = read_manifest(path)

@@ -14,14 +14,13 @@ from typing import Any
 import yaml
 
 from posttrain import __version__
-from posttrain.base.files import read_yaml
+from posttrain.base.files import from_template, read_yaml
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.redaction import redact
-from posttrain.base.words import model_name
+from posttrain.base.words import hub_id_of, model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
-from posttrain.export.templates import from_template
 from posttrain.models.files import found_file
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
@@ -29,7 +28,6 @@ FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
 # URLs (://), tags (</a>), relative paths and hub ids.
 FOLDERS = re.compile(r"(?<![\w.~:/<\\-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"<>|:;,()\[\]{}/\\]+[/\\])+")
 LICENSE = ("license", "license_name", "license_link")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ def card(
     variables = config.data.chat_template_kwargs if config is not None else {}
     filters = {"short": _number, "interval": _interval, "public": public}
     text = from_template(
+        __file__,
         "card.md.jinja",
         filters,
         source=source,
@@ -84,11 +83,6 @@ def public(data: Any) -> Any:
     return [public(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def origin(model: ModelConfig) -> str | None:
-    """A model's hub id; None for a folder."""
-    return model.path if HUB_ID.fullmatch(model.path) and not Path(model.path).expanduser().exists() else None
-
-
 def start_of(source: Source) -> ModelConfig:
     """The model that this one derives from: the first known of the base given by the user, the model that training
     started from, the model that was quantised, and the adapter's base."""
@@ -118,12 +112,12 @@ def license_of(model: ModelConfig) -> dict[str, str]:
 def _header(source: Source, merged: bool) -> str:
     start, method = start_of(source), _method(source)
     header: dict[str, Any] = {"library_name": "transformers" if merged else "peft"}
-    if (name := origin(start)) is not None:
+    if (name := hub_id_of(start.path)) is not None:
         header["base_model"] = name
     header |= license_of(start)
     header["pipeline_tag"] = "text-classification" if source.reward else "text-generation"
     header["tags"] = [tag for tag in ("posttrain", method, "reward-model" if source.reward else None) if tag]
-    if sets := [name for name in _sources(source) if HUB_ID.fullmatch(name) and not Path(name).exists()]:
+    if sets := [name for name in _sources(source) if hub_id_of(name)]:
         header["datasets"] = sets
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
 
@@ -132,7 +126,7 @@ def _about(source: Source) -> str:
     """What the model is and what it was made from, as a sentence."""
     start, method = start_of(source), _method(source)
     what = "A reward model" if source.reward else "A language model"
-    name = origin(start)
+    name = hub_id_of(start.path)
     base = f"[{name}](https://huggingface.co/{name})" if name else f"`{model_name(str(Path(start.path).absolute()))}`"
     made = f"trained from {base}" + (f" with {method}" if method else "")
     if source.run is None:

@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 
 from posttrain.base.errors import ModelError, RunError
 from posttrain.base.memory import release_memory
+from posttrain.base.words import hub_id_of
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.prompts import end_of_turn
-from posttrain.export.card import WrittenModel, origin, public
+from posttrain.export.card import WrittenModel, public
 from posttrain.export.gate import TITLES, Check, cells
 from posttrain.export.merging import DTYPES, LIMITS, check_equal, load_base, outputs_of
 from posttrain.export.rows import prompts_for
@@ -41,7 +42,8 @@ class Adapter:
 
     def __init__(self, source: Source, adapters: Sequence[ModelConfig] = (), base: str | None = None):
         """`adapters` become one adapter of `base`. By default, both are taken from `source`."""
-        self._source, self._adapters, self._base = source, adapters or [source.model], base or origin(source.base)
+        self._source, self._adapters = source, adapters or [source.model]
+        self._base = base or hub_id_of(source.base.path)
         if self._base is None:
             fold = ", or give --fold for an adapter of the original base" if len(adapters_of(source)[0]) > 1 else ""
             raise ModelError(
@@ -129,7 +131,7 @@ class FoldedAdapters(Adapter):
                 f"--fold: no adapter is known to be merged into {source.base.path}, the base of "
                 f"{source.model.path}: give it with --base ADAPTER, or leave out --fold"
             )
-        super().__init__(source, adapters, origin(self.base) or self.base.path)
+        super().__init__(source, adapters, hub_id_of(self.base.path) or self.base.path)
         for adapter in adapters:
             _refuse_kinds(adapter)
         self._say, self._device = say, take_device(devices)
@@ -200,7 +202,7 @@ def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder
         target_modules=sorted(key.removeprefix("base_model.model.") for key in factors),
         fan_in_fan_out=any(getattr(config, "fan_in_fan_out", False) for config in adapted.peft_config.values()),
         task_type=TaskType.CAUSAL_LM if base_of(adapted).can_generate() else TaskType.SEQ_CLS,
-        base_model_name_or_path=origin(base) or base.path,
+        base_model_name_or_path=hub_id_of(base.path) or base.path,
         revision=base.revision,
         inference_mode=True,
     )

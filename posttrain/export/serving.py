@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ModelError
+from posttrain.base.files import from_template
 from posttrain.data.render import Message, Renderer, RenderRequest, rendered, rendering
-from posttrain.export.templates import from_template
 
 FILES = {"ollama": "Modelfile", "llama.cpp": "llama.cpp.sh", "vllm": "vllm.sh"}
 MOST_CONTEXT = 8192  # maximum context in tokens, for engines that reserve memory for the whole context
@@ -218,7 +218,7 @@ def modelfile(served: EngineFacts) -> str:
     sampling = {name: served.sampling[name] for name in PLAIN}
     sampling["repeat_penalty"] = served.sampling.get("repetition_penalty", 1.0)
     return from_template(
-        "Modelfile.jinja", {"quoted": _quoted}, served=served, type=GGUF_TYPES[served.dtype], notes=notes,
+        __file__, "Modelfile.jinja", {"quoted": _quoted}, served=served, type=GGUF_TYPES[served.dtype], notes=notes,
         template=template, stops=dict.fromkeys([*tokens, *served.stop]), sampling=sampling,
     )  # fmt: skip
 

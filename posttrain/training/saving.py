@@ -18,9 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from posttrain import __version__
 from posttrain.base.errors import DamagedError, RunError, Stopped, is_out_of_memory
+from posttrain.base.files import from_template
 from posttrain.base.memory import available_memory, release_memory, return_free_pages
 from posttrain.base.signals import handling
+from posttrain.base.words import hub_id_of, model_name
 from posttrain.config import load
 from posttrain.data import Prepared
 from posttrain.models.lora import save
@@ -321,6 +324,15 @@ class Saver:
         model = next(module for module in self.policy.modules() if isinstance(module, PreTrainedModel))
         if model.can_generate() and model.generation_config is not None:  # PEFT does not save it
             model.generation_config.save_pretrained(folder)
+        if (folder / "adapter_config.json").is_file():  # PEFT's README has only headings to fill in
+            (folder / "README.md").write_text(self._card(), encoding="utf-8")
+
+    def _card(self) -> str:
+        """The README of an adapter. It has no local paths; `posttrain export` writes the full card."""
+        config, start = self._job.config, self._job.model.path
+        facts = {"hub_id": hub_id_of(start), "start": hub_id_of(start) or model_name(start), "version": __version__}
+        facts["task"] = "SequenceClassification" if config.method.head == "reward" else "CausalLM"
+        return from_template(__file__, "adapter.md.jinja", {}, name=config.name, method=config.method.type, **facts)
 
 
 class Interruption:

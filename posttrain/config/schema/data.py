@@ -22,7 +22,7 @@ LABELLED_FORMATS = frozenset({"auto", "kto"})
 class SourceConfig(Settings):
     """One source of a mixed training set."""
 
-    source: Text = Field(description="Known data set, hub id, file, folder or `builtin:arithmetic`.")
+    source: Text = Field(description="Known data set, hub id, file, folder, module:function or `builtin:...`.")
     split: Text = setting("train", "Split of a hub data set.")
     max_rows: Positive | None = setting(None, "Number of rows to use, from the start; null: all.")
     weight: AboveZero = setting(1.0, "Weight of the source: 2 repeats its rows, 0.5 takes a random half.")
@@ -36,7 +36,7 @@ class ValidationConfig(Settings):
 
     ratio: Share | None = setting(None, "Share of the training rows to hold out.")
     rows: Positive | None = setting(None, "Number of training rows to hold out.")
-    source: Text | None = setting(None, "Hub id, file or folder of separate rows.")
+    source: Text | None = setting(None, "Hub id, file, folder or module:function of separate rows.")
     split: Text = setting("test", "Split of `source`.")
     max_rows: Positive | None = setting(None, "Number of rows of `source` to use, from the start.")
 
@@ -128,7 +128,7 @@ class DataConfig(Settings):
     """The data: sources, formats, templates and limits."""
 
     source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
-        description="Known data set, hub id, file, folder, `builtin:...`, or a list of {source, split, weight, ...}."
+        description="Known data set, hub id, file, folder, module:function, or a list of {source, split, weight, ...}."
     )
     split: Text = setting("train", "Split of a hub data set.")
     format: Format = setting("auto", "Format of the rows; auto: inferred from the columns.")
