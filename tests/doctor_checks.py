@@ -57,3 +57,8 @@ def leave_afterwards():
     dumps = json.dumps
     json.dumps = lambda line: dumps(line) if "state" in line else os._exit(4)
     return Found("well")
+
+
+def compiler():
+    trace = 'Traceback (most recent call last):\n  File "/opt/x.py", line 7, in <module>\n    go()\nOSError: no gcc'
+    raise RuntimeError(f"a kernel does not compile\n{trace}")

@@ -28,8 +28,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_crash_and_a_hang_are_findings_and_end_no_other_check():
+def test_a_crash_and_a_hang_are_findings_and_end_no_other_check(monkeypatch):
     """In one lane, so that each of them would take the next ones down."""
+    monkeypatch.setattr("psutil.getloadavg", lambda: (0.1, 0.1, 0.1))
     names = ("fine", "segfault", "prints", "leave", "fail", "broken", "hang", "leave_quietly")
     checks = [check(name, deadline=0.5 if name == "hang" else 30) for name in names]
     checks += [check("process", "b"), Check("again", "doctor_checks:process", "b"), check("no_such_check", "b")]
@@ -48,6 +49,22 @@ def test_a_crash_and_a_hang_are_findings_and_end_no_other_check():
     assert found["hang"].detail == "no answer within 0.5 s" and found["hang"].seconds < 15
     assert found["process"].detail == found["again"].detail, "one process per lane while it lives"
     assert "no_such_check" in found["no_such_check"].detail
+
+
+def test_a_busy_machine_is_not_broken(monkeypatch):
+    """A missed deadline proves nothing there; nor is an endless answer broken that is killed late."""
+    monkeypatch.setattr("psutil.getloadavg", lambda: (99.0, 1.0, 1.0))
+    [found] = examine([check("hang", deadline=0.5, required=True)])
+    assert (found.state, found.is_fatal) == ("limited", False)
+    assert found.detail.startswith("no answer within 0.5 s, but this machine is busy (load 99.0 on ")
+    monkeypatch.setattr(services, "GRACE_S", -1.0)
+    late = services.graders()
+    assert late.state == "limited" and late.detail.endswith("which is late")
+
+
+def test_a_trace_in_a_message_is_cut_to_its_reason():
+    [found] = examine([check("compiler")])
+    assert found.detail.startswith("RuntimeError: a kernel does not compile OSError: no gcc (doctor_checks.py line ")
 
 
 def test_a_process_that_has_answered_everything_and_ended_is_not_replaced(monkeypatch):

@@ -105,7 +105,8 @@ def reason_of(error: BaseException) -> str:
         return "stopped by Ctrl-C"
     if isinstance(error, SystemExit):
         return f"sys.exit({'' if error.code is None else repr(error.code)}) was called{_line_of(error)}"
-    text = " ".join(str(error).split())
+    said, _, trace = str(error).partition("Traceback (most recent call last)")  # compilers put whole traces in messages
+    text = " ".join([*said.split(), *"".join(trace.strip().splitlines()[-1:]).split()])
     return f"{type(error).__name__}{f': {text}' if text else ''}{_line_of(error)}"
 
 

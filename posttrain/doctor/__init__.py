@@ -148,7 +148,7 @@ class Lane(threading.Thread):
                 began, limit, has_started = time.monotonic(), check.deadline, True
                 reply, has_ended = json.loads(child.line(limit)), False
             except TimeoutError:
-                reply, has_ended = asdict(Found(f"no answer within {limit:g} s", "broken")), True
+                reply, has_ended = asdict(late(f"no answer within {limit:g} s")), True
             except EOFError:
                 if number and not has_started:  # the process ended between two checks: a new one runs this check
                     return checks[number:]
@@ -157,6 +157,17 @@ class Lane(threading.Thread):
             if has_ended:
                 return checks[number + 1 :]
         return ()
+
+
+def late(detail: str) -> Found:
+    """The finding of a missed deadline: a busy machine proves nothing about the part."""
+    import psutil
+
+    load, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
+    if load <= cores:
+        return Found(detail, "broken")
+    busy = f"{detail}, but this machine is busy (load {load:.1f} on {counted(cores, 'core')})"
+    return Found(busy, "limited", "run posttrain doctor again when it is idle")
 
 
 def _finding(check: Check, reply: dict[str, Any], seconds: float) -> Finding:

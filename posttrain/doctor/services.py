@@ -48,10 +48,12 @@ def graders() -> Found:
         raise Broken(f"{len(wrong)} of {len(known)} known answers are graded wrongly: {first}", remedy)
     with Pool(1, DEADLINE_S, spares=0, modules=(__name__,)) as pool:
         [grade] = pool.grade([GradeRequest(f"{__name__}:ENDLESS", "")])
-    if grade.verdict != "timeout" or grade.seconds > DEADLINE_S + GRACE_S:
-        how = f"{grade.verdict} after {grade.seconds:.1f} s"
-        raise Broken(f"an endless answer was not killed after {DEADLINE_S:g} s: {how}")
-    return Found(f"{', '.join(versions)}: {len(known)} known answers, endless one killed after {grade.seconds:.1f} s")
+    if grade.verdict != "timeout":
+        raise Broken(f"an endless answer was not killed after {DEADLINE_S:g} s: {grade.verdict}")
+    detail = f"{', '.join(versions)}: {len(known)} known answers, endless one killed after {grade.seconds:.1f} s"
+    if grade.seconds > DEADLINE_S + GRACE_S:
+        return Found(f"{detail}, which is late", "limited", "run posttrain doctor again when this machine is idle")
+    return Found(detail)
 
 
 def isolation() -> Found:
