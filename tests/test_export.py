@@ -267,7 +267,7 @@ def test_a_missing_base_and_a_damaged_checkpoint_are_named(adapters, run, tmp_pa
 
 
 def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "origin", lambda model: "me/base")
+    monkeypatch.setattr(contents, "hub_id_of", lambda path: "me/base")
     folder = asked(adapters["policy"], tmp_path / "out", merge=False)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     assert "library_name: peft" in (folder / "README.md").read_text()

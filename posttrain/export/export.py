@@ -9,12 +9,12 @@ from typing import Any
 from posttrain import __version__
 from posttrain.base.errors import ModelError
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import counted, in_units
+from posttrain.base.words import counted, hub_id_of, in_units
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import ExportOptions
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.records import SUMMARY, read_summary
-from posttrain.export.card import WrittenModel, card, origin
+from posttrain.export.card import WrittenModel, card
 from posttrain.export.contents import Adapter, FoldedAdapters, QuantisedCopy
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.rows import prompts_for
@@ -65,7 +65,7 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
     if options.fold:
         ready = FoldedAdapters(source, options.prompts, devices, say)
         source = replace(source, given_base=ready.base)
-        if options.push_to_hub and origin(ready.base) is None:
+        if options.push_to_hub and hub_id_of(ready.base.path) is None:
             raise ModelError(f"--push-to-hub: the original base is the folder {ready.base.path}, which nobody else has")
     elif source.quantised is not None:
         ready = QuantisedCopy(source, target, devices)
@@ -77,7 +77,7 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
         written = ready.write(folder, target.name)
         text = card(source, written, target.name, options.push_to_hub or target.name, evaluations)
         (folder / "README.md").write_text(text, encoding="utf-8")
-        base = origin(source.base) if source.adapter else None
+        base = hub_id_of(source.base.path) if source.adapter else None
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": written.merged}
         save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
 

@@ -16,14 +16,14 @@ from posttrain.base.files import leftovers
 from posttrain.base.imports import need
 from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import counted, in_units
+from posttrain.base.words import counted, hub_id_of, in_units
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import EvalOptions, Precision, QuantizeOptions
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
 from posttrain.export import gate
-from posttrain.export.card import origin, start_of
+from posttrain.export.card import start_of
 from posttrain.export.merging import DTYPES
 from posttrain.export.rows import completions_for, pairs_for
 from posttrain.export.source import QUANTISED, Source, find_source
@@ -186,7 +186,7 @@ class _Work:
             "posttrain": __version__,
             "created": now(),
             "model": {"name": source.name, "path": source.model.path, "content": content_of(source.model)},
-            "hub_id": origin(start_of(source)),
+            "hub_id": hub_id_of(start_of(source).path),
             "to": self._to,
             "method": NAMES[self._to],
             "dtype": self._model.dtype,
