@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.pieces import CHARACTER, LOST, pieces
+from posttrain.config.reading.interpolation import leaves
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.kinds import Prompts, facts_of
 from posttrain.data.readers import Record
@@ -167,13 +168,7 @@ def completion_faults(
 
 def tokens_within(tokenizer: PreTrainedTokenizerBase, most: int) -> Callable[[object], bool]:
     """A test whether all texts of a row together have at most so many tokens, without those that a template adds."""
-
-    def count(value: object) -> int:
-        if isinstance(value, dict | list):
-            return sum(map(count, value.values() if isinstance(value, dict) else value))
-        return len(_encode(value, tokenizer)) if isinstance(value, str) else 0
-
-    return lambda row: count(row) <= most
+    return lambda row: sum(len(_encode(leaf, tokenizer)) for leaf in leaves(row) if isinstance(leaf, str)) <= most
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
