@@ -10,9 +10,12 @@ from test_recipes import dpo, metrics, weights
 
 import posttrain
 from posttrain.base.errors import ConfigError, RewardError
+from posttrain.base.functions import find_function
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.config.schema.methods import OWN, UnreadMethod
+from posttrain.config.schema.methods import OWN, UnreadMethod, import_method
+from posttrain.data.sources import open_source
+from posttrain.evaluation.suite import find_suite
 from posttrain.losses.own import own_token_loss
 from posttrain.losses.policy import policy_loss_named
 from posttrain.losses.preference import couples_batch, loss_named
@@ -166,3 +169,38 @@ def test_a_method_that_is_none(tmp_path):
     sys.modules.pop("own_losses", None)
     with pytest.raises(ConfigError, match=r"needs type, learning_rates, and its module the function train"):
         load({"model": "gpt2", "method": {"type": "own_losses:Bare"}, "data": {"source": "x.jsonl"}}, imports=True)
+
+
+PACKAGE = """
+from posttrain.config.schema.offline import SFTMethod
+from posttrain.recipes.sft import train
+
+def rows(split): return [{"text": f"{split} {number}"} for number in range(4)]
+def suite(): return {"source": "offered_here:rows", "rule": "offered_here:rule"}
+def rule(completions, **columns): return [1.0] * len(completions)
+def nll(logprob_N): return -logprob_N
+def hidden(logprob_N): return -logprob_N
+class Mine(SFTMethod):
+    type: str = "offered_here:Mine"
+"""
+
+
+def test_a_package_offers_all_of_them(tmp_path, monkeypatch):
+    """Rows, suites, rewards, losses and methods, as entry points; what it does not offer is refused."""
+    site = tmp_path / "lib/site-packages"
+    (site / "offered-1.dist-info").mkdir(parents=True)
+    (site / "offered-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: offered\nVersion: 1\n")
+    offered = "".join(f"{name} = offered_here:{name}\n" for name in ("rows", "suite", "rule", "nll", "Mine"))
+    (site / "offered-1.dist-info/entry_points.txt").write_text(f"[posttrain.functions]\n{offered}")
+    (site / "offered_here.py").write_text(PACKAGE)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    source = open_source("offered_here:rows", "test", None, 0, lambda working, answer: working)
+    assert next(source.read()).value["text"] == "test 0"
+    assert find_suite("offered_here:suite").rule == "offered_here:rule"
+    assert find_function("offered_here:rule")(["a"]) == [1.0]
+    assert own_token_loss("offered_here:nll")(torch.tensor([-2.0])).tolist() == [2.0]
+    import_method("offered_here:Mine")
+    assert OWN["offered_here:Mine"].__name__ == "Mine"
+    with pytest.raises(RewardError, match="offered_here:hidden belongs to Python or to an installed package"):
+        own_token_loss("offered_here:hidden")
