@@ -23,6 +23,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -345,8 +346,13 @@ def in_a_folder(tmp_path: Path, monkeypatch) -> None:
 
 
 def follow(page: Path, reader: Reader) -> None:
-    with reader.resources:
-        run_page(page, reader)
+    try:
+        with reader.resources:
+            run_page(page, reader)
+    finally:  # the same page may be read again, in another folder
+        for name, module in [*sys.modules.items()]:
+            if Path.cwd() in Path(getattr(module, "__file__", None) or "/").parents:
+                del sys.modules[name]
     runs_are_as_described(Path.cwd())
 
 
