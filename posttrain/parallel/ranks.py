@@ -269,9 +269,8 @@ def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     """A line for each fact that differs; `each` has the host and the facts of every rank."""
     for name in sorted({name for _, facts in each for name in facts}):
-        ranks_by_value = by_key(
-            (_shown(facts[name]) if name in facts else "nothing", rank) for rank, (_, facts) in enumerate(each)
-        )
+        values = [_shown(facts[name]) if name in facts else "nothing" for _, facts in each]
+        ranks_by_value = by_key((value, rank) for rank, value in enumerate(values))
         if len(ranks_by_value) > 1:
             first, *others = ranks_by_value.items()
             yield f"{name}: " + "; ".join(f"{_having(ranks, each)} {value}" for value, ranks in [*others, first])

@@ -102,12 +102,15 @@ def latest_metrics(folder: Path) -> dict[str, Any]:
 
 def _tail(folder: Path) -> list[bytes]:
     path = folder / NAME
-    if not os.path.lexists(path):
+    try:
+        with open_regular(path) as file:
+            skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
+            file.seek(skipped)
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:  # also of a run that is deleted meanwhile
         return []
-    with refusing(f"cannot read {path}"), open_regular(path) as file:
-        skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
-        file.seek(skipped)
-        lines = file.read().split(b"\n")[:-1]
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
     return lines[1:] if skipped and len(lines) > 1 else lines  # the first line may be cut
 
 

@@ -242,11 +242,13 @@ class RunsApp(App[None]):
     async def _of_stage(self, run: Path) -> Path | None:
         """The folder that is meant: for a stage or model of a whole run, one of both; None if the user cancels."""
         folders = list(dict.fromkeys([run.resolve(), root_of(run)]))
-        choice = 0
-        if len(folders) > 1:
+        if len(folders) == 1:
+            return run
+        with self._errors_shown():  # such as a run that was deleted meanwhile
             lines = await asyncio.to_thread(lambda: [described(folder) for folder in folders])
             choice = await self.push_screen_wait(ChoiceScreen("This stage, or the whole run?", lines))
-        return None if choice is None else folders[choice]
+            return None if choice is None else folders[choice]
+        return None
 
     @work
     async def action_delete(self) -> None:
