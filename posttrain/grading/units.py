@@ -1,4 +1,4 @@
-r"""Units of measure: a list of known units in their usual spellings. Anything else is not a unit.
+r"""Units of measure: those of `units.yaml`. Anything else is not a unit.
 
 A unit is a product of dimensions with a scale: `\text{m/s}`, `\frac{\text{m}}{\text{s}}` and `meters per second` are
 the same, and 1 km is 1000 m. Case matters in symbols (mW is not MW), but not in words. Countable things
@@ -12,67 +12,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from posttrain.base.files import table_beside
 from posttrain.grading.numbers import read_number
 
-_PREFIXES = {
-    "k": ("kilo", Fraction(1000)), "M": ("mega", Fraction(10**6)), "G": ("giga", Fraction(10**9)),
-    "d": ("deci", Fraction(1, 10)), "c": ("centi", Fraction(1, 100)), "m": ("milli", Fraction(1, 1000)),
-    "μ": ("micro", Fraction(1, 10**6)), "n": ("nano", Fraction(1, 10**9)), "p": ("pico", Fraction(1, 10**12)),
-}  # fmt: skip
-# symbol: (prefixes in use, words; the first word names the dimension)
-_METRIC = {
-    "m": ("kdcmμnp", "meter metre"), "g": ("kcmμ", "gram gramme"), "s": ("mμnp", "second sec"),
-    "L": ("dcmμ", "liter litre"), "N": ("kM", "newton"), "J": ("kMG", "joule"), "W": ("kMGm", "watt"),
-    "Pa": ("kMG", "pascal"), "V": ("kmμ", "volt"), "A": ("mμn", "ampere amp"), "Hz": ("kMG", "hertz"),
-    "T": ("mμ", "tesla"), "eV": ("kMG", "electronvolt"), "mol": ("mμ", "mole"), "cal": ("k", "calorie"),
-    "Ω": ("kM", "ohm"), "K": ("", "kelvin"),
-}  # fmt: skip
+_KNOWN = table_beside(__file__, "units.yaml")
+_PREFIXES = {symbol: (word, Fraction(factor)) for symbol, (word, factor) in _KNOWN["prefixes"].items()}
+_METRIC = _KNOWN["metric"]
 _THOUSANDTHS = frozenset(f"m{symbol}".lower() for symbol, (prefixes, _) in _METRIC.items() if "m" in prefixes)
-# dimension: {scale: spellings}
-_OTHERS = {
-    "inch": {1: "inch in", 12: "foot ft", 36: "yard yd", 63360: "mile mi"},
-    "second": {60: "minute min", 3600: "hour hr h", 86400: "day", 604800: "week wk"},
-    "month": {1: "month", 12: "year yr"},
-    "ounce": {1: "ounce oz", 16: "lb"}, "sterling": {1: "£ gbp"}, "pound": {1: "pound"},
-    "spoon": {1: "teaspoon tsp", 3: "tablespoon tbsp", 48: "cup", 96: "pint", 192: "quart qt", 768: "gallon gal"},
-    "cent": {1: "cent ¢", 100: "dollar buck $ usd"},
-    "euro": {1: "euro € eur"}, "yen": {1: "yen ¥ jpy"}, "rupee": {1: "rupee ₹ rs inr"}, "yuan": {1: "yuan rmb cny"},
-    "degree": {1: "degree deg °"}, "radian": {1: "radian rad"}, "celsius": {1: "celsius °C"},
-    "fahrenheit": {1: "fahrenheit °F"}, "knot": {1: "knot"}, "acre": {1: "acre"}, "hectare": {1: "hectare ha"},
-    "ton": {1: "ton tonne"}, "atmosphere": {1: "atmosphere atm"}, "decibel": {1: "decibel dB"},
-    "byte": {1: "byte", 10**3: "kilobyte KB", 10**6: "megabyte MB", 10**9: "gigabyte GB"},
-    "bit": {1: "bit", 10**3: "kilobit kb Kb", 10**6: "megabit Mb", 10**9: "gigabit Gb"},
-    "unit": {1: "unit"}, "ordinal": {1: "th st nd rd"},
-}  # fmt: skip
-_SHORT = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s", "mpg": "mi/gal", "l": "L"}
-_SHORT |= {"ml": "mL", "dl": "dL", "cl": "cL", "sqft": "ft^{2}", "cc": "cm^{3}", "lbs": "lb", "meters": "meter"}
-_NOUNS = (
-    "person child man woman boy girl kid student teacher adult friend member player worker employee customer guest "
-    "passenger voter visitor family class team group pair couple set row column page book letter word digit number "
-    "integer value solution root factor divisor multiple prime way case arrangement combination permutation outcome "
-    "subset sequence function pattern path route point line segment side edge vertex face angle diagonal triangle "
-    "rectangle polygon circle cube region piece part tile block brick box bag basket bottle jar crate carton pack "
-    "packet package container bucket barrel glass plate bowl egg apple orange banana pear peach plum grape lemon "
-    "cherry strawberry melon tomato potato carrot onion cookie cake cupcake pie pizza slice sandwich candy chocolate "
-    "muffin donut doughnut loaf meal serving ticket coin penny nickel dime bill card stamp sticker marble ball "
-    "balloon toy doll puzzle game match goal vote pencil pen crayon marker notebook sheet paper picture photo painting "
-    "song movie story chapter question problem test quiz lesson assignment paperclip ribbon bead button shirt sock "
-    "shoe hat dress jacket shelf chair table desk bed door window room house home building floor store shop car truck "
-    "bus bike bicycle train plane boat ship wheel tire trip lap step stair jump flight seat dog cat puppy kitten "
-    "rabbit horse cow pig goat chicken duck bird bee ant spider insect butterfly frog turtle animal pet tree flower "
-    "rose tulip plant seed leaf branch stick stone rock item thing object gift present toothpick dot star color "
-    "colour night shift revolution rotation cycle turn session event interval term element entry position place "
-    "candle lamp bulb phone computer machine robot message email call token chip ring necklace bracelet"
-)
-_IRREGULAR = {"people": "person", "children": "child", "men": "man", "women": "woman", "feet": "foot"}
-_IRREGULAR |= {"vertices": "vertex", "leaves": "leaf", "loaves": "loaf", "shelves": "shelf", "pence": "penny"}
-# Words beside a unit: adjectives are ignored; qualities specify the counted things and may be omitted but not changed.
-_ADJECTIVES = "away apart total altogether remaining different distinct possible ordered whole"
-_QUALITIES = "left right small large red blue green yellow white black old long high wide deep"
-_TELLING = {word: word for word in _QUALITIES.split()} | {"tall": "high"}
-_COUNTED, _DROPPED = frozenset(_NOUNS.split()), frozenset(_ADJECTIVES.split()) | _TELLING.keys()
-_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
-_SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SHORT, _POWERS, _SIZES = (_KNOWN[name] for name in ("short", "powers", "sizes"))
+_IRREGULAR: dict[str, str] = _KNOWN["irregular"]
+_TELLING = {word: word for word in _KNOWN["qualities"].split()} | {"tall": "high"}
+_COUNTED: frozenset[str] = frozenset(_KNOWN["nouns"].split())
+_DROPPED = frozenset(_KNOWN["adjectives"].split()) | _TELLING.keys()
 
 _LONGEST = 80  # maximum number of characters of a unit
 _PURE_FRACTION = re.compile(r"\\frac\{((?:[^{}]|\{[^{}]*\})*)\}\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -221,7 +172,7 @@ def _known() -> tuple[dict[str, Unit], dict[str, Unit]]:
             unit = Unit(frozenset({(names[0], 1)}), factor)
             symbols[prefix + symbol] = unit
             words |= {begin + name: unit for name in names}
-    for dimension, scales in _OTHERS.items():
+    for dimension, scales in _KNOWN["others"].items():
         for scale, spelled in scales.items():
             unit = Unit(frozenset({(dimension, 1)}), Fraction(scale))
             symbols |= dict.fromkeys(spelled.split(), unit)
