@@ -9,19 +9,9 @@ import unicodedata
 from collections.abc import Iterable
 from itertools import accumulate
 
-_CHARACTERS = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "＋": "+",
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/", "⁄": "/", "∕": "/",
-    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
-    "±": r"\pm ", "°": r"^{\circ}", "∅": r"\emptyset ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
-    "λ": r"\lambda ", "…": "...", "√": r"\sqrt", "’": "'", "“": '"', "”": '"', "％": "%",
-    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
-    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
-    "•": r"\cdot ", "⩽": r"\le ", "⩾": r"\ge ", "∣": r"\mid ", "ℝ": r"\mathbb{R}",
-    "≈": r"\approx ", "∶": ":", "′": "'", "Ω": "Ω", "µ": "μ", "φ": r"\phi ", "γ": r"\gamma ", "∖": r"\setminus ",
-    "\t": " ", "\n": " ", "\r": " ",
-}  # fmt: skip
+from posttrain.base.files import table_beside
+
+_CHARACTERS = table_beside(__file__, "notation.yaml")
 _SUPER, _SUB = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n"), str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁻⁺ⁿ]+"), re.compile("[₀-₉ₙ]+")
 # typographic spaces become spaces; the fullwidth forms of ASCII become ASCII
