@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.base.errors import RewardError
+from posttrain.base.files import table_beside
 from posttrain.config import TagsConfig
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest
@@ -19,38 +20,7 @@ TAGGED = frozenset(_TAGGED)
 NEEDS_ANSWER = frozenset(RULES) - {"match_format_exactly", "match_format_approximately"}
 COMPARES_EXPRESSIONS = frozenset({"math", "r1_zero", "question_only"})  # other rules read numbers and words
 
-_NUMBERS = [("18", "18"), ("1,234", "1,234"), ("-7", "-7"), ("0.5", "0.5"), ("3", "3"), ("42", "42")]
-_NOT_NUMBERS = [("18", "81"), ("-7", "7"), ("1,234", "1,235"), ("0.5", "0.05")]
-_EQUAL = [
-    ("1234", "1,234"),
-    ("10000", r"10\,000"),
-    ("3.50", "3.5"),
-    (r"\frac{1}{3}", r"0.\overline{3}"),
-    ("32000", "3.2e4"),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
-    ("x^2+2x+1", "(x+1)^2"),
-    ("(1,2)", r"\left(1, 2\right)"),
-    ("1, 2", "2, 1"),
-    (r"\text{east}", "east"),
-]
-_DIFFERENT = [
-    ("1234", "1,235"),
-    (r"\frac{1}{3}", "0.333"),
-    ("x^2+2x+1", "x^2+2x"),
-    ("(1,2)", "(2,1)"),
-    (r"\text{east}", "west"),
-    ("2", "-2"),
-]
-
-_NO_NUMBER = [("18", "", "wrong"), ("no number", "5", "bad_gold")]
-_MORE = {
-    "gsm8k": [("1234", "1,234", "correct"), ("10000", r"10\,000", "correct"), *_NO_NUMBER],
-    "check_numbers": [("1234", "1,234", "correct"), ("18", "eighteen", "wrong"), *_NO_NUMBER],
-    "check_answer": [
-        *(("east", "east", "correct"), ("east", " east ", "correct")),
-        *(("east", "west", "wrong"), ("", "5", "bad_gold")),
-    ],
-}
+_PAIRS = table_beside(__file__, "rules.yaml")
 
 
 def modules_of(rules: Iterable[str]) -> tuple[str, ...]:
@@ -70,12 +40,8 @@ def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
     """20 requests for a rule, each with its known verdict."""
     if name in RULES.keys() - NEEDS_ANSWER:
         return _format_canary(name, tags)
-    pairs = [(gold, answer, "correct") for gold, answer in _NUMBERS] + [(g, a, "wrong") for g, a in _NOT_NUMBERS]
-    if name in COMPARES_EXPRESSIONS:
-        pairs = pairs[3:6] + [(g, a, "correct") for g, a in _EQUAL] + [(g, a, "wrong") for g, a in _DIFFERENT]
-        pairs.append(("", "5", "bad_gold"))
-    else:
-        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + _MORE[name]
+    groups = ["expressions"] if name in COMPARES_EXPRESSIONS else ["numbers", name]
+    pairs = [(*pair, want) for group in groups for want, some in _PAIRS[group].items() for pair in some]
     assert len(pairs) == 20, (name, len(pairs))
     rule, options = RULES[name], options_of(name, tags)
     return [(GradeRequest(rule, _dressed(name, answer, tags), gold, options), want) for gold, answer, want in pairs]
