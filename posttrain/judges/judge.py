@@ -155,8 +155,8 @@ class SingleJudge(_Judge):
     def _messages(self, judged: JudgeInput) -> list[Message]:
         template, system = self.settings.prompt, self.settings.system_prompt
         if template is None:
-            template = prompts.with_reference(prompts.SINGLE, judged.answer)
-            system = prompts.SINGLE_SYSTEM if system is None else system
+            template = prompts.built_in("single", judged.answer)
+            system = prompts.TEXTS["single_system"] if system is None else system
         values = {"prompt": prompts.as_text(judged.prompt), "completion": judged.completion}
         question = {"role": "user", "content": prompts.filled(template, values | {"answer": judged.answer or ""})}
         return [question] if system is None else [{"role": "system", "content": system}, question]
@@ -242,8 +242,8 @@ def _messages(pair: Pair, swapped: bool) -> list[Message]:
     a, b = (pair.b, pair.a) if swapped else (pair.a, pair.b)
     values = {"prompt": prompts.as_text(pair.prompt), "a": a, "b": b, "answer": pair.answer or ""}
     return [
-        {"role": "system", "content": prompts.with_reference(prompts.PAIR_SYSTEM, pair.answer)},
-        {"role": "user", "content": prompts.filled(prompts.with_reference(prompts.PAIR, pair.answer), values)},
+        {"role": "system", "content": prompts.built_in("pair_system", pair.answer)},
+        {"role": "user", "content": prompts.filled(prompts.built_in("pair", pair.answer), values)},
     ]
 
 

@@ -7,45 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.base.files import table_beside
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.grading.extract import after_thinking, last_number
 
-SINGLE_SYSTEM = "You are an impartial judge of answers that AI assistants give."
-SINGLE = """Rate how well the answer below serves the user's question. Consider whether it is helpful, relevant,
-correct, deep and detailed enough, and creative where that is asked for. Its length alone is no merit.{reference_rule}
-First explain your judgement in a few sentences. Then end with a rating from 1 to 10 in exactly this format:
-"[[rating]]", for example: "Rating: [[5]]".
-
-[Question]
-{prompt}
-{reference}
-[Start of the answer]
-{completion}
-[End of the answer]"""
-
-PAIR_SYSTEM = """You are an impartial judge. Two AI assistants have answered the same question. Decide which of them
-follows the user's instructions and answers the question better. Consider whether the answers are helpful, relevant,
-correct, deep and detailed enough, and creative where that is asked for. Neither the order of the answers, nor their
-length, nor the names of the assistants may influence you.{reference_rule}
-First compare the answers in a few sentences. Then end with your verdict in exactly this format: "[[A]]" if assistant A
-is better, "[[B]]" if assistant B is better, "[[C]]" for a tie."""
-PAIR = """[Question]
-{prompt}
-{reference}
-[Start of assistant A's answer]
-{a}
-[End of assistant A's answer]
-
-[Start of assistant B's answer]
-{b}
-[End of assistant B's answer]"""
-
-REFERENCE = """
-[Start of the reference answer]
-{answer}
-[End of the reference answer]
-"""
-REFERENCE_RULE = " A reference answer is given, which is correct: compare with it first, and look for mistakes."
+TEXTS = table_beside(__file__, "prompts.yaml")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 _RATING = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
@@ -59,10 +25,10 @@ def filled(template: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
-def with_reference(template: str, answer: str | None) -> str:
-    """A built-in question with a field for the reference answer (`{answer}`), or without one if there is none."""
-    known = answer is not None
-    return filled(template, {"reference": REFERENCE * known, "reference_rule": REFERENCE_RULE * known})
+def built_in(name: str, answer: str | None) -> str:
+    """A question of prompts.yaml, with a field for the reference answer (`{answer}`) if there is one."""
+    parts = {part: TEXTS[part] * (answer is not None) for part in ("reference", "reference_rule")}
+    return filled(TEXTS[name], parts)
 
 
 def as_text(prompt: Prompt) -> str:
