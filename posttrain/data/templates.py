@@ -6,7 +6,7 @@ with the model and every later use writes the same text.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -14,23 +14,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
-from posttrain.base.files import path_of
+from posttrain.base.files import path_of, table_beside
 from posttrain.config.schema.data import TEMPLATES, DataConfig, TagsConfig
 
-R1_ZERO_PREAMBLE = (
-    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
-    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
-    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
-    "i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
-)
+_TEXTS = table_beside(__file__, "templates.yaml")
+_R1_ZERO, _ALPACA, _ALPACA_INPUT = (_TEXTS[name] for name in ("r1_zero", "alpaca", "alpaca_input"))
 DEFAULT = re.compile(r"\{% set (\w+) = \1 if \1 is defined else .* %\}\n")  # before a template: a variable's default
-ALPACA_PREAMBLE = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-)
-ALPACA_PREAMBLE_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +37,7 @@ class Published:
     content: str
     closing: str
     reply: str
-    tokens: tuple[str, ...] = ()
+    tokens: Sequence[str] = ()
 
     @property
     def jinja(self) -> str:
@@ -61,44 +50,7 @@ class Published:
         )
 
 
-BOS = "{% if loop.first %}{{ bos_token }}{% endif %}"
-NO_OTHER_ROLES = (
-    "{% if message.role not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('zephyr has no ' + message.role + ' turns') }}{% endif %}"
-)
-IN_TURN = (
-    "{% if message.role != ['user', 'assistant'][loop.index0 % 2] %}"
-    "{{ raise_exception('gemma has only turns of user and assistant, in alternation') }}{% endif %}"
-)
-PUBLISHED = {
-    "chatml": Published(
-        r"{{ '<|im_start|>' + message.role + '\n' }}",
-        "message.content + '<|im_end|>'",
-        r"{{ '\n' }}",
-        r"'<|im_start|>assistant\n'",
-        ("<|im_start|>", "<|im_end|>"),
-    ),
-    "llama3": Published(
-        BOS + r"{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}",
-        "message.content | trim + '<|eot_id|>'",
-        "",
-        r"'<|start_header_id|>assistant<|end_header_id|>\n\n'",
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    "zephyr": Published(
-        NO_OTHER_ROLES + r"{{ '<|' + message.role + '|>\n' }}",
-        "message.content + eos_token",
-        r"{{ '\n' }}",
-        r"'<|assistant|>\n'",
-    ),
-    "gemma": Published(
-        BOS + IN_TURN + r"{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' }}",
-        "message.content | trim + '<end_of_turn>'",
-        r"{{ '\n' }}",
-        r"'<start_of_turn>model\n'",
-        ("<start_of_turn>", "<end_of_turn>"),
-    ),
-}
+PUBLISHED = {name: Published(**parts) for name, parts in _TEXTS["published"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +173,7 @@ def _literal(value: Any) -> str:
 
 def alpaca_prompt(instruction: str) -> str:
     """The prompt that the `alpaca` template writes for an instruction without input: all text before the response."""
-    return f"{ALPACA_PREAMBLE}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+    return f"{_ALPACA}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -264,7 +216,7 @@ def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
         return "", user, "", ""
     if name == "r1_zero":
         user = "{{ 'User: ' + message.content + '\\n' }}"
-        return _text(R1_ZERO_PREAMBLE), user, _text("Assistant: "), _text("<think>")
+        return _text(_R1_ZERO), user, _text("Assistant: "), _text("<think>")
     if name == "tags":
         instructions = (
             "You are given a problem.\nThink about the problem and provide your working out.\n"
@@ -274,8 +226,7 @@ def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
         return _text(instructions), user, "", _text(tags.reasoning_start)
     # Stanford Alpaca has two prompts; a message from an Alpaca row also has `instruction` and `input`
     preamble = (
-        f"{{% if messages[0].input %}}{_text(ALPACA_PREAMBLE_INPUT)}{{% else %}}{_text(ALPACA_PREAMBLE)}{{% endif %}}"
-        "{{ '\\n\\n' }}"
+        f"{{% if messages[0].input %}}{_text(_ALPACA_INPUT)}{{% else %}}{_text(_ALPACA)}{{% endif %}}{{{{ '\\n\\n' }}}}"
     )
     user = (
         "{% if message.input %}{{ '### Instruction:\\n' + message.instruction }}"
