@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from posttrain.base.files import table_beside
 from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.methods import METHODS
 
@@ -15,23 +16,7 @@ from posttrain.config.schema.methods import METHODS
 PACKED, START, RATIO, SAMPLER = "packed = one by one", "policy = reference", "ratio = 1", "sampler = trainer"
 MOVED, STEPS, SAVED = "weights move", "steps are finite", "saved weights are finite"
 PASSED, FAILED, WAITING, ABSENT, UNRECORDED = "passed", "failed", "waiting", "does not apply", "not recorded"
-# What each alarm of an online run means, and its remedy (docs/guide.md). `posttrain.training.checks` raises the alarms.
-MESSAGES = {
-    "no_spread": "no group has completions with different rewards, so nothing can be learned from this step: the "
-    "task is too hard or too easy for this model, or the reward is broken",
-    "equal_rewards": "all completions of this step have the same reward, so the rewards teach nothing: the task is too "
-    "hard or too easy for this model, or the reward is broken",
-    "no_reward": "no completion has a reward, so this step trained nothing: check whether the data has the answers "
-    "that the rewards need (posttrain why RUN --step 1 --prompt 0), why your own function returns None or exceeds its "
-    "timeout, or why a judge does not answer",
-    "truncated": "every completion reached rollout.max_completion_length: raise it, or check whether the stop token is "
-    "the one that the model was trained with",
-    "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are dropped",
-    "entropy": "the entropy has fallen below 5 % of the first step's: the policy hardly explores; lower "
-    "training.learning_rate, or raise method.beta or method.entropy_coef",
-    "sampler": "the engine's probabilities differ from the trainer's: the effective sample size is below 90 % of the "
-    "number of tokens",
-}
+MESSAGES = table_beside(__file__, "alarms.yaml")  # what each alarm of an online run means, and its remedy
 
 
 @dataclass(frozen=True, slots=True)
