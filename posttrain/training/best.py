@@ -10,7 +10,7 @@ from posttrain.base.distributions import t_quantile
 from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.config import RunConfig
-from posttrain.config.schema.evaluation import SHARES, is_one_of
+from posttrain.config.schema.evaluation import is_one_of
 from posttrain.evaluation.statistics import wilson
 from posttrain.runs.run import Run
 from posttrain.training.state import State
@@ -103,7 +103,7 @@ class Best:
         """The metric's 95 % interval as text; empty if the evaluation's numbers do not determine it."""
         name, rows = str(self._metric), self._rows
         value, low, high = metrics[name], metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-        if low is None and rows and 0 <= value <= 1 and is_one_of(SHARES, name):
+        if low is None and rows and 0 <= value <= 1 and is_one_of("shares", name):
             low, high = wilson(value, rows)
         elif low is None and rows and rows > 1 and f"{name}_std" in metrics:
             half = t_quantile(0.95, rows - 1) * metrics[f"{name}_std"] / math.sqrt(rows)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from posttrain.base.files import table_beside
 from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.data import Format, check_template
 from posttrain.config.schema.rewards import Reward, check_rewards
@@ -12,27 +13,7 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.types import Fraction, Int, Natural, NonNegative, Positive, Text, Texts, Word, ZeroToOne
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
-# Regular expressions of metrics, without `eval_` and the name of a validation set. Shorter lengths are better.
-LOWER = (
-    r"(\w+_)?loss", r"entropy", r"(\w+_)?kl", r"jsd", r"clip_ratio(/\w+)?",
-    r"completions/(clipped_ratio|\w+_length)", r"reasoning_(length|tokens)", r"(logps|rewards)/rejected",
-    r"reward_std", r"frac_reward_zero_std", r"resampled_groups",
-    r"rewards/(left_out|left_out_ratio|no_verdict_ratio|not_applicable)",
-    r"rewards/[^/]+/(std|wrong|ungraded|bad_gold|timeout|crashed|not_applicable|00|01|10|unreadable|requests|\w*tokens)",
-    r"router/\w+",
-)  # fmt: skip
-HIGHER = (
-    r"(\w+_)?accuracy", r"margin", r"(\w+_)?reward", r"rewards/(accuracies|margins|chosen)", r"logps/chosen",
-    r"log_odds_(ratio|chosen)", r"rewards/[^/]+/(mean|correct|11)", r"(pass|maj)@\d+", r"reasoning_share",
-)  # fmt: skip
-# Regular expressions of the metrics of sampled completions.
-OF_COMPLETIONS = (
-    r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+",
-    "(format|answer)_accuracy",
-)  # fmt: skip
-SHARES = (
-    r"(\w+_)?accuracy", r"rewards/accuracies", r"(pass|maj)@\d+", r"reasoning_share", r"completions/clipped_ratio",
-)  # fmt: skip
+METRICS = table_beside(__file__, "metrics.yaml")
 
 
 class EvaluationDataset(Settings):
@@ -122,13 +103,13 @@ class EvaluationConfig(Settings):
         return rollout.model_copy(update=own)
 
 
-def is_one_of(names: tuple[str, ...], metric: str) -> bool:
-    """Whether `eval_…` is one of these metrics, for any validation set."""
-    return re.fullmatch(rf"eval_(.*_)?({'|'.join(names)})", metric) is not None
+def is_one_of(kind: str, metric: str) -> bool:
+    """Whether `eval_…` is a metric of this kind in metrics.yaml, for any validation set."""
+    return re.fullmatch(rf"eval_(.*_)?({'|'.join(METRICS[kind])})", metric) is not None
 
 
 def lower_is_better(metric: str) -> bool | None:
     """Whether a metric gets better as it falls; None if the metric is not in the tables."""
-    if is_one_of(LOWER, metric):
+    if is_one_of("lower", metric):
         return True
-    return False if is_one_of(HIGHER, metric) else None
+    return False if is_one_of("higher", metric) else None

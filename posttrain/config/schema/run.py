@@ -9,7 +9,7 @@ from pydantic import Field
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.schema.environments import EnvironmentConfig, check_tools
-from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
+from posttrain.config.schema.evaluation import METRICS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method, UnreadMethod
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
@@ -146,7 +146,7 @@ class RunConfig(Settings):
         """Refuse a metric that only other methods or settings measure. An unknown name may be the metric of a suite."""
         sets = ["eval_"] if self.data.validation is not None else []
         sets += ["eval_" if d.name == "validation" else f"eval_{d.name}_" for d in self.evaluation.datasets]
-        method, completions = self.method, OF_COMPLETIONS if self.samples else ()
+        method, completions = self.method, METRICS["of_completions"] if self.samples else ()
         loss = [] if method.samples_completions else ["loss", *method.measured]
         loss += ["kl"] if method.joins_completions and method.kind != "pair" else []
         known = "|".join((*loss, *(["aux_loss"] if loss else []), *completions))
