@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.base.errors import ConfigError
+from posttrain.base.files import table_beside
 from posttrain.config.reading.files import KeyPath, Tree, parse_value, value_at
 from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
@@ -13,21 +14,8 @@ from posttrain.config.schema.types import OnOff
 
 # Names of other systems -> names here, by section.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
-    "models": {
-        "lora_r": ("lora", "r"),
-        "lora_alpha": ("lora", "alpha"),
-        "lora_dropout": ("lora", "dropout"),
-        "lora_target_modules": ("lora", "target_modules"),
-    },
-    "method": {
-        "kl_coef": ("beta",),
-        "group_size": ("num_generations",),
-        "cliprange": ("epsilon",),
-        "clip_ratio": ("epsilon",),
-        "n_minibatches": ("num_minibatches",),
-        "ppo_epochs": ("num_iterations",),
-        "jensen_shannon_beta": ("jsd_beta",),
-    },
+    section: {alias: tuple(target.split(".")) for alias, target in aliases.items()}
+    for section, aliases in table_beside(__file__, "aliases.yaml").items()
 }
 ON_OFF = frozenset(name for name, info in ModelConfig.model_fields.items() if OnOff in info.metadata)
 SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices", "rollout", "rewards")
