@@ -14,7 +14,7 @@ from timeit import repeat
 from typing import Any
 
 from posttrain.base import system
-from posttrain.base.files import put_file, put_folder
+from posttrain.base.files import put_file, put_folder, table_beside
 from posttrain.base.imports import installing
 from posttrain.base.words import counted, in_units
 from posttrain.doctor.checks import Broken, Found, version_of
@@ -62,20 +62,7 @@ def cores() -> Found:
 
 def platform_limits(system: str = sys.platform) -> Found:
     """What this system lacks. Runs need none of it."""
-    lacks = {
-        "linux": (),
-        "darwin": (
-            "graders have no memory limit, no network namespace and no Landlock",
-            "no Triton",
-            "contention for cores is not measured",
-        ),
-        "win32": (
-            "graders have no limits except their deadline",
-            "folders are not locked: run one process per run folder",
-            "the list of files in a folder is not synced to disk",
-            "no Triton",
-        ),
-    }.get(system)
+    lacks = table_beside(__file__, "platforms.yaml").get(system)
     if lacks is None:
         return Found(f"{system}: not tested", "limited")
     return Found("; ".join(lacks), "limited") if lacks else Found("Linux: nothing is missing")

@@ -9,24 +9,14 @@ from rich.table import Table
 
 from posttrain.base.console import text_table
 from posttrain.base.errors import ConfigError, RewardError
-from posttrain.base.files import path_of
+from posttrain.base.files import path_of, table_beside
 from posttrain.config.reading.explain import checked
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.rewards.python import call_function
 
 FOLDER = Path(__file__).parent / "suites"
-ALIASES = {
-    "competition_math": "math",
-    "math-500": "math500",
-    "math_500": "math500",
-    "minerva_math": "minerva",
-    "minerva-math": "minerva",
-    "alpaca-eval": "alpaca_eval",
-    "simple-safety-tests": "simple_safety_tests",
-    "sst": "simple_safety_tests",
-    "hh-rlhf": "hh",
-}
+ALIASES = table_beside(__file__, "aliases.yaml")
 
 
 def suite_names() -> list[str]:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DataError, PosttrainError
+from posttrain.base.files import table_beside
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.config import DataConfig, RunConfig
@@ -39,16 +40,7 @@ Settings = dict[str, Any]  # data settings by name
 EXPORT_PROMPTS, EXPORT_TOKENS = 8, 512  # an export is compared on the first 512 tokens of each of 8 prompts
 GATE_PROMPTS, GATE_PAIRS = 128, 1_000  # default number of rows for the gate
 GATE_COMPLETIONS = 64  # each prompt has 64 // (number of prompts) completions, but at least one
-BUILT_IN = (
-    "Once upon a time, a fox and a crow lived at the edge of a dark forest. One winter the fox",
-    "Explain in two sentences why the sky is blue during the day and red at sunset.",
-    "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take? Show your working.",
-    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
-    "Translate into German and French: 'The library closes at six, but the café stays open until nine.'",
-    "Dear Ms Okafor, thank you for your letter of 12 March. I am writing to confirm that",
-    "List three differences between a virus and a bacterium, each with an example.",
-    "Solve for x: 3(x - 4) + 7 = 2x + 11. Then check your answer by substitution.",
-)
+BUILT_IN = table_beside(__file__, "prompts.yaml")
 
 
 # --- for an export ----------------------------------------------------------------------------------------------------
