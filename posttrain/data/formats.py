@@ -1,16 +1,17 @@
 """Data formats: one function per format, which turns the fields of a row into the common form of `rows.py`.
 
-To add a format, write its function and add a line to `FORMATS`.
+To add a format, write its function, and its fields in `formats.yaml`, under the same name.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as field_of
 from typing import Any
 
 from posttrain.base.errors import DataError
+from posttrain.base.files import table_beside
 from posttrain.base.words import last_box
 from posttrain.data.render import PREFILL
 from posttrain.data.rows import (
@@ -159,11 +160,11 @@ class Format:
     """A format's function and columns. `aliases` are other names that data sets use, with the fields that they mean."""
 
     of: Callable[[Fields, Template], Row]
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    required: Sequence[str]
+    optional: Sequence[str] = ()
     aliases: Mapping[str, str] = field_of(default_factory=dict)
     pairs: bool = False
-    one_of: tuple[str, ...] = ()  # columns of which at least one is required
+    one_of: Sequence[str] = ()  # columns of which at least one is required
 
     def read(self, fields: Fields, template: Template) -> Row:
         """The row, with `system` as its first message. Raises RowError if it is malformed."""
@@ -195,40 +196,11 @@ def working_and_answer(solution: str, answer: str) -> tuple[str, str]:
     return solution, answer
 
 
-FORMATS: dict[str, Format] = {
-    "preference": Format(
-        preference, ("chosen", "rejected"), ("prompt", "system", "margin", "tie", "tools"), pairs=True
-    ),
-    "hh": Format(hh, ("chosen", "rejected"), ("system", "margin", "tie"), pairs=True),
-    "sharegpt": Format(
-        sharegpt, ("conversations",), ("chosen", "rejected", "system", "tools", "margin", "tie"), pairs=True
-    ),
-    "kto": Format(
-        kto,
-        ("label",),
-        ("prompt", "completion", "messages", "system", "tools"),
-        {"conversations": "messages", "kto_tag": "label"},
-        one_of=("completion", "messages"),
-    ),
-    "messages": Format(messages, ("messages",), ("system", "tools")),
-    "alpaca": Format(alpaca, ("instruction", "output"), ("input", "history", "system")),
-    "prompt_completion": Format(prompt_completion, ("prompt", "completion"), ("system", "tools")),
-    "problem_answer": Format(
-        problem_answer,
-        ("problem",),
-        ("solution", "answer", "system"),
-        {"question": "problem", "prompt": "problem", "generated_solution": "solution", "expected_answer": "answer"},
-        one_of=("solution", "answer"),
-    ),
-    "prompt": Format(
-        prompt,
-        ("prompt",),
-        ("answer", "system", "tools"),
-        {"problem": "prompt", "question": "prompt", "instruction": "prompt"},
-    ),
-    "text": Format(text, ("text",)),
-    "episode": Format(episode, (), ("prompt", "answer", "system", "tools")),
-}
+_READERS = (
+    preference, hh, sharegpt, kto, messages, alpaca, prompt_completion, problem_answer, prompt, text, episode,
+)  # fmt: skip
+_FIELDS = table_beside(__file__, "formats.yaml")
+FORMATS: dict[str, Format] = {read.__name__: Format(read, **_FIELDS[read.__name__]) for read in _READERS}
 
 
 def _prefilled(prompt: str | Turns) -> str | Turns:
