@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from posttrain.base.errors import DataError
+from posttrain.base.files import table_beside
 from posttrain.config.schema.data import Variables
 from posttrain.data.calls import tool_calls
 from posttrain.engines.protocol import Sampling
@@ -14,29 +15,8 @@ MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
 MOST_STOP_CHARACTERS = 1024
 MOST_REWARDED = 4096
 Json = dict[str, Any]
-# Parameters that are ignored.
-IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-# Unsupported parameters that affect tokens: accepted only with a value that changes nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (0, None)),
-    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), (1, None)),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([], None)),
-    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output", "echo"), (False, None)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True, None)),
-    "parallel_tool_calls": (True, False, None),
-    "logit_bias": ({}, None),
-    "suffix": ("", None),
-    "response_format": ({"type": "text"}, None),
-    "modalities": (["text"], None),
-    "tool_choice": ("none", "auto", None),
-    "function_call": ("none", None),
-}
-# Empty fields of a reply's `model_dump()`, which clients send back in messages.
-EMPTY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("refusal", "function_call", "audio", "tool_call_id", "name"), (None,)),
-    **dict.fromkeys(("tool_calls", "annotations"), ([], None)),
-    **dict.fromkeys(("reasoning_content", "reasoning"), ("", None)),
-}
+_KNOWN = table_beside(__file__, "wire.yaml")
+IDLE, NEUTRAL, EMPTY = frozenset(_KNOWN["idle"]), _KNOWN["neutral"], _KNOWN["empty"]
 
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
