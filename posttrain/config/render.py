@@ -5,6 +5,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from posttrain.base.files import table_beside
 from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, list_choices, models_in, options
 from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.layers import ALIASES, ON_OFF
@@ -15,11 +16,8 @@ from posttrain.config.schema.types import FUNCTION
 WIDTH = 110
 # pydantic's names of bounds -> JSON Schema's. pydantic writes its own names for bounds that follow a validator.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-HEADINGS = {
-    "run": "The run", "model": "Models", "method": "Method", "data": "Data", "training": "Training",
-    "evaluation": "Evaluation", "checkpoint": "Checkpoints", "tracking": "Tracking", "devices": "Devices",
-    "rollout": "Rollouts",
-}  # fmt: skip
+_TEXTS = table_beside(__file__, "render.yaml")
+HEADINGS: dict[str, str] = _TEXTS["headings"]
 
 
 def _example(method: type[AnyMethod]) -> dict[str, Any]:
@@ -31,18 +29,8 @@ def _example(method: type[AnyMethod]) -> dict[str, Any]:
 
 
 EXAMPLES = {name: _example(class_of(name)) for name in METHOD_NAMES}
-_STARTER = {
-    "": "rewards",
-    "model.": "path lora",
-    "method.": "type loss_type beta simpo_gamma cpo_alpha teacher divergence on_policy_fraction num_generations "
-    "scale_rewards epsilon cliprange kl_coef desirable_weight undesirable_weight",
-    "data.": "source validation max_length",
-    "training.": "batch_size tokens_per_pack learning_rate num_train_epochs max_steps",
-    "evaluation.": "eval_steps",
-    "checkpoint.": "best_metric",
-    "rollout.": "engine temperature max_completion_length",
-}
-STARTER = {f"{section}{name}" for section, names in _STARTER.items() for name in names.split()}  # the usual settings
+# The usual settings.
+STARTER = {f"{section}{name}" for section, names in _TEXTS["usual"].items() for name in names.split()}
 
 
 def starter(method: str, everything: bool = False) -> str:
