@@ -9,21 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.base.errors import DataError
+from posttrain.base.files import table_beside
 from posttrain.config.schema.data import variables
 from posttrain.data.readers import type_name
 from posttrain.data.render import WEIGHT, Arguments, Message, without
 
 TEXT_LIMIT = 1_000_000  # characters in one string; a longer string is damaged, or a document to split
 THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_call": "assistant",
-    "function": "tool",
-}
+ROLES: dict[str, str] = table_beside(__file__, "roles.yaml")
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "images", "video", "videos", "audio", "audios")
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DamagedError, RunError
+from posttrain.base.files import table_beside
 from posttrain.base.redaction import redact
 from posttrain.config import RunConfig, load
 from posttrain.runs.checkpoint import saved_step
@@ -105,22 +106,7 @@ def problems_of(checkpoint: Path) -> list[str]:
     return [] if (checkpoint / "config.yaml").is_file() else ["config.yaml: missing"]
 
 
-# What a resumed run may change: training length; logging, saving and evaluation; the folder; devices and memory use.
-CHANGEABLE = (
-    "name",
-    "output_dir",
-    "training.max_steps",
-    "training.num_train_epochs",
-    "training.tokens_per_pack",
-    "training.gradient_checkpointing",
-    "evaluation.eval_steps",
-    "evaluation.at_start",
-    "evaluation.num_batches",
-    "checkpoint",
-    "tracking",
-    "devices",
-    "rollout.vllm",
-)
+CHANGEABLE = table_beside(__file__, "changeable.yaml")  # the settings that a resumed run may change
 
 
 def run_folder_of(path: Path) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import PosttrainError
+from posttrain.base.files import table_beside
 from posttrain.runs.receipt import CompletionReceipt, factor
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.ui.parts import Query
@@ -29,16 +30,7 @@ VERSION = 1
 REST_S = 0.003  # seconds to pause after every step, so that pages are served meanwhile
 AGE_S = 2.0  # seconds after which the run's database is read again
 SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
-SORTS = {
-    "latest": "step DESC, prompt, rollout",
-    "earliest": "step, prompt, rollout",
-    "highest reward": "reward DESC, step DESC",
-    "lowest reward": "reward IS NULL, reward, step DESC",
-    "largest push": "push DESC",
-    "ratio furthest from 1": "ratio DESC",
-    "longest": "length DESC, step DESC",
-    "shortest": "length, step DESC",
-}
+SORTS: dict[str, str] = table_beside(__file__, "search.yaml")
 
 
 @dataclass(frozen=True, slots=True)
