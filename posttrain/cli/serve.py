@@ -95,14 +95,7 @@ def _adapters(texts: Sequence[str]) -> dict[str, str]:
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 512}
 OF_SERVER = ("template", "chat_template_kwargs", "dtype", "device")  # options of `serve`; all others belong to requests
-HELP = """/again           another reply to the last question
-/back            forget the last question with its reply
-/system TEXT     set the system prompt; without TEXT, none
-/set NAME VALUE  change temperature, top_p, top_k, min_p, max_tokens or seed;
-                 without VALUE, to its default
-/prompt          show what the model reads
-/save FILE       append the conversation to FILE, as a row for posttrain train
-/quit            leave (also Ctrl-D); Ctrl-C stops a reply"""
+HELP = Path(__file__).with_name("chat.txt").read_text(encoding="utf-8").rstrip()
 
 
 def chat(

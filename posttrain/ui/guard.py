@@ -1,10 +1,11 @@
 """Access to the pages: from browsers on this machine, or with a token; never for requests from other web pages."""
 
 import hmac
-import html
 import json
 import logging
 import re
+from pathlib import Path
+from string import Template
 from urllib.parse import quote, urlencode
 
 from starlette.requests import HTTPConnection
@@ -29,6 +30,7 @@ CHAT_POLICY = (
     "worker-src 'self' blob:; frame-src 'self'; frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
 )
 POLICY = "default-src 'none'; frame-ancestors 'none'"  # for responses that set no policy
+LOGIN = Template(Path(__file__).with_name("login.html").read_text(encoding="utf-8"))
 HEADERS = {
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"same-origin",  # with no-referrer, browsers would omit the origin of these pages' forms, too
@@ -113,7 +115,8 @@ class Guard:
             response = RedirectResponse(f"{path}{f'?{rest}' if rest else ''}", 303)
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
-        return HTMLResponse(_login(bool(given)), 401)
+        hint = "This is not the token." if given else "Enter the token given to posttrain ui --token."
+        return HTMLResponse(LOGIN.substitute(hint=hint), 401)
 
 
 async def _received(receive: Receive, most: int) -> list[Message]:
@@ -137,15 +140,3 @@ def _is_text(body: bytes) -> bool:
 
 def _same(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
-
-
-def _login(wrong: bool) -> str:
-    hint = html.escape("This is not the token." if wrong else "Enter the token given to posttrain ui --token.")
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>posttrain</title>'
-        '<meta name="viewport" content="width=device-width">'
-        "<style>body{font:16px system-ui;margin:20vh auto;max-width:22rem;color-scheme:light dark}"
-        "input,button{font:inherit;padding:.4rem .6rem}</style>"
-        f'<form><p><label>Token <input name="token" type="password" autofocus></label> <button>Open</button></p>'
-        f"<p>{hint}</p></form></html>"
-    )
