@@ -110,7 +110,8 @@ def test_json_and_the_terminal_select_the_same_rows(viewer, tmp_path, capsys):
 
 def test_the_page_reads_a_run_by_itself_and_shows_its_rows(viewer):
     page = attempt(data_page, viewer, address("/data", run="one"))
-    assert "<dt>rows dropped</dt><dd>1</dd>" in page and "over the length limit (60 tokens), dropped" in page
+    assert "<dt>rows dropped</dt><dd>1</dd>" in page and "over the length limit, dropped" in page
+    assert "at most 60 tokens" in page
     assert "Row 30" not in page and page.count("<h3>Row ") == 10 and "1 to 10 of 26 examples" in page
     assert "<b>" not in page and ">&lt;</span>" in page, "text of rows is inert"
     assert page.count('class="trained"') > 10

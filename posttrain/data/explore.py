@@ -132,7 +132,7 @@ def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: 
         "kind": prepared.kind,
         "width": width,
         "sets": {name: _lengths(each, width) for name, each in sets.items()},
-        "reports": {name: asdict(report) for name, report in prepared.reports.items()},
+        "reports": {n: {**asdict(each), "findings": each.findings()} for n, each in prepared.reports.items()},
         "shown": asdict(selection),
         "rows": [_row(data[index], tokenizer) for index in selection.indices(data)],
     }

@@ -116,19 +116,25 @@ class Report:
         if self.prompt_tokens.max:
             limit = "" if self.max_prompt_length is None else f" (limit {self.max_prompt_length:,})"
             out.append(f"prompt tokens: {self.prompt_tokens}{limit}")
-        counts = (
-            (self.overlong_dropped, "over the length limit, dropped"),
-            (self.overlong_truncated, "over the length limit, truncated"),
-            (self.overlong_split, "documents over the length limit, split into chunks"),
-            (self.duplicates, "duplicates of an earlier row, used"),
-            (self.shifted, "whose prompt is tokenised differently with its completion than alone"),
-            (self.users, "whose user turns are trained on, too, unless method.assistant_only_loss is true"),
-            (self.identical, "whose chosen and rejected are the same, dropped"),
-            (self.untrained, "with the loss weight 0 for everything to train on, dropped"),
-            (len(self.malformed), "malformed, dropped"),
-        )
-        out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]
-        return [*out, *(f"  {row}" for row in self.malformed[:10]), *self._unread(), *self.warnings, *self.notes]
+        return [*out, *self.findings(), *(f"  {row}" for row in self.malformed[:10])]
+
+    def findings(self) -> list[str]:
+        """What is not read or not used as it is, one fact per line; malformed rows come last."""
+        counts = {
+            "over the length limit, dropped": self.overlong_dropped,
+            "over the length limit, truncated": self.overlong_truncated,
+            "documents over the length limit, split into chunks": self.overlong_split,
+            "duplicates of an earlier row, used": self.duplicates,
+            "whose prompt is tokenised differently with its completion than alone": self.shifted,
+            "whose user turns are trained on, too, unless method.assistant_only_loss is true": self.users,
+            "whose chosen and rejected are the same, dropped": self.identical,
+            "with the loss weight 0 for everything to train on, dropped": self.untrained,
+            "malformed, dropped": len(self.malformed),
+        }
+        dropped = [
+            f"{counted(count, 'row')}{_share(count, self.read)} {what}" for what, count in counts.items() if count
+        ]
+        return [*self._unread(), *self.warnings, *self.notes, *dropped]
 
     @property
     def warnings(self) -> list[str]:

@@ -130,7 +130,9 @@ def _cards(shown: Mapping[str, Any]) -> Markup:
     facts = {"rows read": report["read"]} | {f"{name} examples": part["examples"] for name, part in sets.items()}
     dropped = len(report["malformed"]) + report["identical"] + report["overlong_dropped"]
     facts |= {"rows dropped": dropped, "train tokens": sets["train"]["total"]}
-    shape = f"Read as {', '.join(dict.fromkeys(report['formats']))}."
+    shape = f"Read as {', '.join(dict.fromkeys(report['formats']))}; at most {counted(report['max_length'], 'token')}"
+    if report["max_prompt_length"] is not None:
+        shape += f", {report['max_prompt_length']:,} of the prompt"
     return join([el("p", shape, class_="quiet"), cards({name: number(value) for name, value in facts.items()})])
 
 
@@ -149,26 +151,12 @@ def _lengths(shown: Mapping[str, Any]) -> Markup:
 
 
 def _dropped(name: str, report: Mapping[str, Any]) -> list[Markup]:
-    """The dropped and truncated rows of a set, and the notes about it."""
-    limit = f"{report['max_length']:,} tokens"
-    if report["max_prompt_length"] is not None:
-        limit += f", {report['max_prompt_length']:,} of the prompt"
-    counts = {
-        f"over the length limit ({limit}), dropped": report["overlong_dropped"],
-        f"over the length limit ({limit}), truncated": report["overlong_truncated"],
-        f"documents over the length limit ({limit}), split into chunks": report["overlong_split"],
-        "malformed, dropped": len(report["malformed"]),
-        "whose chosen and rejected are the same, dropped": report["identical"],
-        "duplicates of an earlier row, used": report["duplicates"],
-        "whose prompt is tokenised differently with its completion than alone": report["shifted"],
-    }
-    notes = [f"{counted(count, 'row')} {what}" for what, count in counts.items() if count]
-    notes += [f"not read: {what} in {counted(count, 'row')}" for what, count in report["unread"].items()]
-    notes += report["notes"]
+    """What of a set is not used as it is, and the dropped rows."""
     bad = [[row["row"], f"{row['file']} line {row['line']}", row["reason"]] for row in report["malformed"]]
     long = [[row["row"], "", f"{row['tokens']:,} tokens, {row['prompt_tokens']:,} of the prompt"]
             for row in report["dropped"]]  # fmt: skip
-    parts = [el("ul", *(el("li", f"{name}: {note}") for note in notes), class_="notes")] if notes else []
+    findings = [el("li", f"{name}: {text.removeprefix(f'{name}: ')}") for text in report["findings"]]
+    parts = [el("ul", *findings, class_="notes")] if findings else []
     if bad or long:
         dropped = len(bad) + report["overlong_dropped"]
         rows = [*bad, *long][:LISTED]
