@@ -22,22 +22,15 @@ from typing import Any, Literal, Self
 from transformers.utils import get_json_schema
 
 from posttrain.base.errors import DataError, RewardError
-from posttrain.base.files import settings_folders
+from posttrain.base.files import settings_folders, table_beside
 from posttrain.base.functions import find_function
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.grading.process import Deadlines, Template, worker_environment
 
 BODY = "posttrain.environments.worker:serve"
-BUILT_IN = {
-    "calculator": "posttrain.environments.calculator:Calculator",
-    "guess": "posttrain.environments.guess:Guess",
-    "python": "posttrain.environments.sandbox:Python",
-    "search": "posttrain.environments.search:Search",
-    "mcp": "posttrain.environments.adapters:Mcp",
-    "openenv": "posttrain.environments.adapters:OpenEnv",
-    "skyrl": "posttrain.environments.adapters:SkyRL",
-}
+_NAMES = table_beside(__file__, "process.yaml")
+BUILT_IN, PLAIN = _NAMES["built_in"], _NAMES["plain"]
 KEPT = ("PATH", "HOME", "LANG", "TZ")  # variables, besides those of grading workers
 STARTUP_S = 120.0  # until the template has imported everything
 TOOLS_S = 30.0  # for a call of a tool without an environment
@@ -283,20 +276,6 @@ class Environments:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-# Besides classes of the user's own files, what attributes may consist of. A tool works on what the model writes, so its
-# process is not trusted to send any pickle.
-PLAIN = {
-    "builtins": {"set", "frozenset", "bytearray", "complex", "range", "slice"},
-    "collections": {"OrderedDict", "deque", "defaultdict", "Counter"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "decimal": {"Decimal"},
-    "fractions": {"Fraction"},
-    "numpy": {"ndarray", "dtype"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.numeric": {"_frombuffer"},
-}
 
 
 class Attributes(pickle.Unpickler):
