@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from posttrain.base.errors import ModelError
+from posttrain.base.files import table_beside
 from posttrain.models.attention import NAME as PACKED
 
 if TYPE_CHECKING:
@@ -32,21 +33,10 @@ class Family:
 
 
 UNKNOWN = Family(False, ())
-QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
-FAMILIES: dict[str, Family] = {  # by config.json's model_type
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), Family(True, QKVO)),
-    "phi3": Family(True, ("qkv_proj", "o_proj")),
-    "gpt2": Family(True, ("c_attn",)),
-    "gpt_neox": Family(True, ("query_key_value",)),
-    "opt": Family(True, ("q_proj", "k_proj", "v_proj", "out_proj")),
-    **dict.fromkeys(("olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "cohere", "cohere2"), Family(True, QKVO)),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), Family(True, QKVO)),
-    "qwen3_next": Family(True, (*QKVO, "in_proj_qkvz", "out_proj"), recurrent=True),
-    "qwen3_5_text": Family(True, (*QKVO, "in_proj_qkv", "out_proj"), recurrent=True),
-    "bloom": Family(False, ("query_key_value",)),
-    "falcon": Family(False, ("query_key_value",)),
-    "gpt_neo": Family(False, ("q_proj", "v_proj")),
-    "gptj": Family(False, ("q_proj", "v_proj")),
+FAMILIES = {  # by config.json's model_type
+    kind: Family(row["packed"], tuple(row["lora_targets"]), row.get("recurrent", False))
+    for row in table_beside(__file__, "families.yaml")
+    for kind in row["types"]
 }
 LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # these have a table of positions; other families compute any position
 
