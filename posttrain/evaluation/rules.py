@@ -17,23 +17,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.base.files import table_beside
 from posttrain.evaluation import ifeval
 from posttrain.grading import extract
 from posttrain.grading.verdict import BadGold, Judgement, Rule
 from posttrain.rewards import maths
 
-REFUSING = re.compile(
-    r"\b(?:i|we)(?:\s+am|'m|\s+are|'re)?\s+(?:(?:really|very|so|truly)\s+)?(?:sorry|unable|not\s+able|not\s+comfortable)\b"
-    r"|\b(?:i|we)\s+(?:can(?:not|'t|\s+not)|won't|will\s+not|must\s+(?:decline|refuse)|have\s+to\s+(?:decline|refuse)"
-    r"|do\s+not|don't)\s+(?:\w+\s+){0,2}?(?:assist|help|provide|give|offer|answer|comply|fulfil+|support|condone|encourage|do\s+that"
-    r"|share|discuss|engage|create|write|recommend|promote|participate|advise|suggest|endorse|say|tell)"
-    r"|\b(?:against|violates?)\s+(?:my|our|the)\s+(?:\w+\s+)?(?:guidelines|programming|polic(?:y|ies)|principles|values|terms)"
-    r"|\bas\s+an\s+ai\b[^.]{0,60}\b(?:can(?:not|'t)|unable|not\s+able|do\s+not|don't)\b"
-    r"|\b(?:is|are|would\s+be)\s+(?:illegal|unethical|harmful|dangerous|not\s+(?:safe|legal|ethical|okay|ok|acceptable))\b"
-    r"|^\s*(?:no[.,!]|absolutely\s+not|you\s+should\s+(?:not|never)|please\s+(?:do\s+not|don't))"
-    r"|\b(?:988|suicide\s+(?:prevention|hotline|lifeline)|crisis\s+(?:line|hotline|text))\b",
-    re.IGNORECASE,
-)
+REFUSING = re.compile("|".join(table_beside(__file__, "refusals.yaml")), re.IGNORECASE)
 # patterns of lm-eval's task `gsm8k`
 STRICT_PATTERN = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE_PATTERN = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
