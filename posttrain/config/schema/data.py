@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from posttrain.base.files import table_beside
 from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.types import PERCENTILE, AboveZero, Int, Natural, Positive, Share, Text
 
@@ -78,14 +79,7 @@ class TagsConfig(Settings):
     solution_end: Text = setting("</SOLUTION>", "Tag after the answer.")
 
 
-# Variables that transformers passes to every chat template, and names of Jinja and of the template's environment.
-OWN_VARIABLES = """
-    messages tools documents add_generation_prompt continue_final_message conversation conversations chat_template
-    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
-    sanitize_control_tokens raise_exception strftime_now namespace range dict lipsum cycler joiner loop self super
-    caller varargs kwargs true false none True False None and or not in is if elif else for set recursive
-    import include additional_special_tokens
-"""
+OWN_VARIABLES = frozenset(table_beside(__file__, "variables.yaml"))  # of every chat template, and of Jinja
 SPECIAL_TOKEN = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -97,7 +91,7 @@ def variables(value: Any) -> dict[str, Any]:
     for name in value:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
             raise ValueError(f"{str(name)[:60]!r} cannot be the name of a chat template's variable")
-        if name in OWN_VARIABLES.split() or SPECIAL_TOKEN.fullmatch(name):
+        if name in OWN_VARIABLES or SPECIAL_TOKEN.fullmatch(name):
             raise ValueError(f"{name} is set for every chat template and cannot be changed")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
