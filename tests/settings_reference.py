@@ -55,8 +55,8 @@ SYSTEMS: dict[str, str] = {
         do_eval streaming use_lora peft dataset_streaming shuffle_dataset train_sampling_strategy eval_packing
         bnb_4bit_quant_type use_bnb_nested_quant pad_token eos_token dataloader_num_workers dataloader_pin_memory
         dataloader_prefetch_factor remove_unused_columns lr_scheduler_kwargs gradient_checkpointing_kwargs tf32
-        local_rank ds3_gather_for_generation ld_alpha use_weighting delta top_entropy_quantile
-        off_policy_mask_threshold use_bias_correction_kl vllm_importance_sampling_clip_max
+        local_rank ds3_gather_for_generation ld_alpha use_weighting
+        vllm_importance_sampling_clip_max
         vllm_importance_sampling_correction vllm_importance_sampling_mode ref_model_mixup_alpha ref_model_sync_steps
         reward_model_name_or_path multi_objective_aggregation repetition_penalty log_completions
         num_completions_to_print save_only_model logging_first_step group_by_length

@@ -27,9 +27,11 @@ from posttrain.losses.policy import (
     cispo,
     grpo_clip,
     kl_penalty,
+    logratio,
+    off_policy_kept,
     policy_loss,
+    sampling_weights,
     token_weights,
-    truncated_weights,
 )
 
 V = 3
@@ -80,8 +82,8 @@ def flat(logprob: torch.Tensor) -> tuple:
     return logprob.flatten(), torch.arange(size).repeat_interleave(2), torch.full((size,), 2)
 
 
-@pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if loss.surrogate == "clipped"])
-def test_on_policy_every_clipped_loss_is_the_policy_gradient(name, logits):
+@pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if loss.surrogate is not None])
+def test_on_policy_every_loss_with_ratios_is_the_policy_gradient(name, logits):
     """With A = r and the policy that sampled, all have the true gradient, but for each one's constant factor."""
     loss = POLICY_LOSSES[name]
     counts = Counts(sequences=1, tokens=2, rollout_tokens=2, max_length=2)
@@ -95,7 +97,7 @@ def test_on_policy_every_clipped_loss_is_the_policy_gradient(name, logits):
         assert not clipped_N.any()
         return (token_weights(loss.average, length_S, sequence_N, counts) * value_N).sum()
 
-    factor = 1.0 if loss.level == "product" else 0.5  # means over two tokens, but for a product's
+    factor = 1.0 if loss.level == "product" or name == "luspo" else 0.5  # means over two tokens, but for these
     torch.testing.assert_close(of_samples(loss_of, logits), factor * true_gradient(logits), rtol=1e-6, atol=1e-8)
 
 
@@ -233,67 +235,148 @@ def test_the_kl_coefficient_follows_its_target():
     assert adapted(0.0) == pytest.approx(0.1 * 0.98) and adapted(6.6) == pytest.approx(0.1 * 1.01)
 
 
-def test_truncated_weights_and_cispo():
+def test_cispo_by_hand():
     logprob = torch.log(torch.tensor([0.5, 0.1, 0.9])).requires_grad_()
     sampler = torch.log(torch.tensor([0.25, 0.2, 0.1]))
-    weights = truncated_weights(logprob, sampler, cap=3.0)
-    assert weights.tolist() == pytest.approx([2, 0.5, 3]) and not weights.requires_grad
     loss, held = cispo(logprob, sampler, torch.tensor([1.0, -1, 1]), epsilon_high=3.0)
     loss.sum().backward()
     assert logprob.grad.tolist() == pytest.approx([-2, 0.5, -3]) and held.tolist() == [False, False, True]
-    with pytest.raises(ValueError, match="cispo"):
+    with pytest.raises(ValueError, match="importance_sampling_level must be token"):
         ones = torch.ones(1, dtype=torch.long)
         policy_loss(
             POLICY_LOSSES["cispo"], sampler[:1], sampler[:1], sampler[:1], ones - 1, ones, level="sequence", epsilon=0.2
         )
 
 
+@pytest.mark.parametrize(
+    ("mode", "bounds", "expected"),
+    [
+        ("token_truncate", {}, [2, 0.5, 3, 1]),
+        ("token_truncate", {"clip_min": 0.8}, [2, 0.8, 3, 1]),
+        ("token_truncate", {"clip_max": None, "clip_min": 0.8}, [2, 0.8, 9, 1]),
+        ("token_mask", {}, [2, 0.5, 0, 1]),
+        ("token_mask", {"clip_max": 5.0, "clip_min": 0.8}, [2, 0, 0, 1]),  # IcePop
+        ("sequence_truncate", {}, [1, 1, 3, 3]),
+        ("sequence_mask", {}, [1, 1, 0, 0]),
+        ("geometric_mask", {"clip_max": 3.5}, [1, 1, 3, 3]),
+        ("geometric_mask", {"clip_max": 2.0}, [1, 1, 0, 0]),
+    ],
+)
+def test_sampling_weights_by_hand(mode, bounds, expected):
+    logprob = torch.log(torch.tensor([0.5, 0.1, 0.9, 0.3])).requires_grad_()
+    sampler = torch.log(torch.tensor([0.25, 0.2, 0.1, 0.3]))
+    where = torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
+    weights, clipped = sampling_weights(logprob, sampler, *where, mode=mode, **bounds)
+    assert weights.tolist() == pytest.approx(expected) and not weights.requires_grad
+    free, _ = sampling_weights(logprob, sampler, *where, mode=mode, clip_max=1e9)
+    assert clipped.tolist() == [weight != pytest.approx(other) for weight, other in zip(expected, free, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask", "token_truncate", "geometric_mask"])
+def test_sampling_weights_correct_for_another_sampler(mode, logits):
+    """Completions of another policy, weighted: a completion's ratio gives the policy's gradient exactly. The bias of
+    the others is what the tokens before a token and after it would have added, computed by enumeration: less than
+    without weights."""
+    with torch.no_grad():
+        sampler = policy(0) + 0.2 * policy(3)
+    total = {True: torch.zeros_like(logits), False: torch.zeros_like(logits)}
+    for weighted, gradient in total.items():
+        logprob_N, sequence_N, length_S = flat(logprobs(logits))
+        sampler_N = flat(logprobs(sampler))[0]
+        weight_N, clipped_N = sampling_weights(logprob_N, sampler_N, sequence_N, length_S, mode=mode, clip_max=1e6)
+        assert not clipped_N.any()
+        loss_N = -REWARD_S[sequence_N] * logprob_N * (weight_N if weighted else 1)
+        loss = (sampler_N.exp().view(9, 2).prod(1)[sequence_N] * loss_N).sum()
+        gradient += torch.autograd.grad(loss, logits)[0]
+    bias = {weighted: (gradient - true_gradient(logits)).norm().item() for weighted, gradient in total.items()}
+    assert bias[True] < 1e-12 if mode.startswith("sequence") else 1e-3 < bias[True] < bias[False]
+
+
+def test_off_policy_completions_leave_only_if_bad_and_far():
+    sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0])
+    logprob = sampler - torch.tensor([0.9, 0.3, 0.9, 0.3, 0.4, 0.4])
+    advantage = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    where = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([2, 2, 2])
+    kept = off_policy_kept(logprob, sampler, advantage, *where, threshold=0.5)
+    assert kept.tolist() == [False, False, True, True, True, True]
+
+
+def test_the_corrected_kl_has_the_gradient_of_the_kl(logits):
+    """ρ · k3, with the ratio's gradient, by enumeration: the gradient of each token's KL(π‖π_ref), unlike k3 alone."""
+    ref = policy(5)
+    log_p, log_q = logits.log_softmax(-1), ref.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), log_p[0].detach().exp()])
+    (exact,) = torch.autograd.grad((reached * kl).sum(), logits)
+
+    def loss_of(corrected):
+        def of(logprob, which):
+            k3 = kl_penalty(logprob, logprobs(ref)[which], estimator="k3")
+            return (k3 * (logprob - logprob.detach()).exp() if corrected else k3).sum()
+
+        return of
+
+    torch.testing.assert_close(of_samples(loss_of(True), logits), exact)
+    assert (of_samples(loss_of(False), logits) - exact).norm() > 0.01
+
+
 MASK = (torch.arange(6) < torch.tensor([6, 3, 1, 4])[:, None]).long()
 
 
-@pytest.mark.parametrize("name", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"])
+VARIANTS = {
+    **{name: (name, {}, {}) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")},
+    "cispo": ("cispo", {"epsilon_high": 1.5}, {}),
+    "gspo": ("gspo", {}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "luspo": ("luspo", {}, {"importance_sampling_level": "sequence"}),
+    "two-sided": ("dapo", {"delta": 1.4}, {}),
+    "sapo, temperatures": ("sapo", {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0}, {}),
+    "sapo, sequence": ("sapo", {"level": "sequence"}, {"importance_sampling_level": "sequence"}),
+    "vespo, settings": ("vespo", {"vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}, {}),
+    "off policy": ("grpo", {}, {"off_policy_mask_threshold": 0.1}),
+    "corrected kl": ("grpo", {"use_bias_correction_kl": True}, {}),
+    "corrected kl, sequence": (
+        "gspo", {"use_bias_correction_kl": True}, {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_losses_are_trls(name, beta):
+def test_losses_are_trls(variant, beta):
     """`GRPOTrainer._compute_loss` on the same numbers: loss, gradient, share of clipped tokens."""
+    name, settings, changes = VARIANTS[variant]
     torch.manual_seed(0)
     logprob = (-3 * torch.rand(4, 6)).requires_grad_()
     old, ref = logprob.detach() + 0.4 * torch.randn(4, 6), logprob.detach() + 0.4 * torch.randn(4, 6)
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
-    high = 1.5 if name == "cispo" else 0.28
+    settings = {"epsilon": 0.2, "epsilon_high": 0.28, **settings}
     inputs = {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref}
     inputs["num_items_in_batch"] = torch.tensor(31)  # of two updates, of which these 14 tokens are one
     theirs, metrics = trl_grpo(
-        logprob,
-        MASK,
-        inputs,
-        importance_sampling_level="sequence" if name == "gspo" else "token",
-        loss_type="grpo" if name == "gspo" else name,
-        beta=beta,
-        epsilon_high=high,
-        max_completion_length=10,
-    )
+        logprob, MASK, inputs, settings, **{"loss_type": name, **changes}, beta=beta,
+        epsilon_high=settings["epsilon_high"], max_completion_length=10,
+    )  # fmt: skip
     (their_gradient,) = torch.autograd.grad(theirs, logprob)
 
-    scored = MASK.bool()
-    sequence_N, length_S = torch.arange(4)[:, None].expand(4, 6)[scored], MASK.sum(1)
-    loss = POLICY_LOSSES[name]
+    scored, corrected, level = MASK.bool(), settings.pop("use_bias_correction_kl", False), settings.pop("level", None)
+    where = torch.arange(4)[:, None].expand(4, 6)[scored], MASK.sum(1)
+    advantage_N, loss = advantages[where[0]], POLICY_LOSSES[name]
     value_N, clipped_N = policy_loss(
-        loss,
-        logprob[scored],
-        old[scored],
-        advantages[sequence_N],
-        sequence_N,
-        length_S,
-        epsilon=0.2,
-        epsilon_high=high,
-    )
-    value_N = value_N + beta * kl_penalty(logprob[scored], ref[scored], estimator="k3")
+        loss, logprob[scored], old[scored], advantage_N, *where, level=level, **settings
+    )  # fmt: skip
+    if threshold := changes.get("off_policy_mask_threshold"):
+        kept_N = off_policy_kept(logprob[scored], old[scored], advantage_N, *where, threshold=threshold)
+        assert 0 < kept_N.sum() < len(kept_N)
+        value_N = value_N * kept_N
+    kl_N = kl_penalty(logprob[scored], ref[scored], estimator="k3")
+    if corrected:
+        kl_N = kl_N * logratio(logprob[scored], old[scored], *where, level or loss.level).exp()
     counts = Counts(sequences=4, tokens=14, rollout_tokens=31 / 2, max_length=10)
-    ours = (token_weights(loss.average, length_S, sequence_N, counts) * value_N).sum()
+    ours = (token_weights(loss.average, where[1], where[0], counts) * (value_N + beta * kl_N)).sum()
     (our_gradient,) = torch.autograd.grad(ours, logprob)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=1e-7)
-    if name not in ("cispo", "gspo"):
+    if loss.surrogate is grpo_clip and loss.level == "token":
         assert clipped_N.float().mean().item() == pytest.approx(metrics["clip_ratio/region_mean"][0])
 
 

@@ -248,22 +248,53 @@ def test_frozen_parameters_are_left_out():
     assert model[0].weight.dtype == torch.float32 and "0.weight" not in optimizer.masters
 
 
-@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "linear", "cosine"])
+SCHEDULES = {
+    "constant": {}, "constant_with_warmup": {}, "linear": {}, "cosine": {}, "inverse_sqrt": {"timescale": 9},
+    "cosine_with_restarts": {"num_cycles": 3}, "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.2, "warmup_lr_rate": 0.5},
+    "polynomial": {"lr_end": 2e-4, "power": 2.0}, "warmup_stable_decay": {"num_decay_steps": 12, "min_lr_ratio": 0.1},
+}  # fmt: skip
+
+
+def at(kind: str, step: int, warmup: float, method: str = "sft", total: int = 40, **arguments: float) -> float:
+    training = {"lr_scheduler_type": kind, "warmup_steps": warmup, "lr_scheduler_kwargs": arguments}
+    if kind == "constant":
+        training["warmup_steps"] = 0.03  # anything else is refused
+    rewards = [{"type": "math"}] if method == "grpo" else []
+    values = {"model": "gpt2", "method": method, "data": {"source": "x"}, "training": training, "rewards": rewards}
+    return learning_rate_at(load(None, [f"{name}={json.dumps(value)}" for name, value in values.items()]).config,
+                            1e-3, step, total)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 0.03, 0.25, 7])
 def test_schedules_equal_transformers(kind, warmup):
     total, rate = 40, 1e-3
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
-    theirs = get_scheduler(kind, optimizer, warmup_count(warmup, total), total)
-    for step in range(total):
-        assert rate * schedule(kind, step, total, warmup_count(warmup, total)) == pytest.approx(theirs.get_last_lr()[0])
-        optimizer.step()
-        theirs.step()
+    theirs = get_scheduler(kind, optimizer, warmup_count(warmup, total), total, SCHEDULES[kind])
+    for step in range(0, total, 1 if kind == "cosine" else 3):
+        while theirs.last_epoch < step:
+            optimizer.step()
+            theirs.step()
+        assert at(kind, step, warmup, **SCHEDULES[kind]) == pytest.approx(theirs.get_last_lr()[0])
+
+
+def test_a_schedule_with_wrong_arguments_is_refused():
+    for kind, arguments, message in (
+        ("cosine_with_min_lr", {}, "One of min_lr or min_lr_rate"),
+        ("cosine_with_restarts", {"cycles": 3}, "unexpected keyword argument 'cycles'"),
+        ("polynomial", {"lr_end": 1.0}, "lr_end"),
+        ("linear", {"num_cycles": 3}, "are not read by lr_scheduler_type: linear"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            at(kind, 0, 0.03, **arguments)
 
 
 def test_warm_up_of_online_methods_begins_above_zero():
-    assert [schedule("linear", step, 10, 4, from_zero=False) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1 - 1 / 6]
+    rates = [at("linear", step, 4, "grpo", total=10) / 1e-3 for step in range(6)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1 - 1 / 6])
     for kind, warmup in (("constant", 4), ("cosine", 0)):
-        assert schedule(kind, 0, 10, warmup, from_zero=False) == schedule(kind, 0, 10, warmup) == 1
+        assert at(kind, 0, warmup, "grpo") == at(kind, 0, warmup) == 1e-3
 
 
 def test_a_share_of_warm_up_leaves_a_step_to_train():

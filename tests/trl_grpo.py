@@ -7,14 +7,22 @@ import pytest
 import torch
 
 
-def trl_grpo(logprob: torch.Tensor, mask: torch.Tensor, inputs: dict, **changes) -> tuple[torch.Tensor, dict]:
-    """The loss of log-probabilities (B, L) and TRL's metrics of it; `changes` are attributes of the trainer."""
+def trl_grpo(
+    logprob: torch.Tensor, mask: torch.Tensor, inputs: dict, settings: dict | None = None, **changes
+) -> tuple[torch.Tensor, dict]:
+    """The loss of log-probabilities (B, L) and TRL's metrics of it; `changes` are attributes of the trainer, `settings`
+    those of its arguments that differ from TRL's, without the corrected KL."""
     grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="the oracle: pip install 'posttrain[bench]'")
     metrics = {"train": defaultdict(list)}
+    defaults = {name: each.default for name, each in grpo_trainer.GRPOConfig.__dataclass_fields__.items()}
+    given = {"use_bias_correction_kl": False, "steps_per_generation": 2, **(settings or {})}
+    trainer = grpo_trainer.GRPOTrainer
     attributes = dict(
+        get_off_policy_mask=trainer.get_off_policy_mask,
+        get_gamma_weights=trainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprob, torch.zeros_like(logprob), None),
         accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1),
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=2),
+        args=SimpleNamespace(**defaults | given),
         model=SimpleNamespace(training=True),
         importance_sampling_level="token",
         loss_type="grpo",
@@ -31,5 +39,5 @@ def trl_grpo(logprob: torch.Tensor, mask: torch.Tensor, inputs: dict, **changes)
     )
     prompt = torch.ones(len(mask), 1, dtype=torch.long)
     inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask, "completion_mask": mask, **inputs}
-    loss = grpo_trainer.GRPOTrainer._compute_loss(SimpleNamespace(**attributes | changes), None, inputs)
+    loss = trainer._compute_loss(SimpleNamespace(**attributes | changes), None, inputs)
     return loss, metrics["train"]

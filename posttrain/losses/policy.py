@@ -7,6 +7,7 @@ a reference is a term of the loss or of the reward.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -23,8 +24,10 @@ from posttrain.losses.own import own_loss
 # product over its tokens (product, RLOO).
 Level = Literal["token", "sequence", "product"]
 # How tokens are averaged: within each completion, then over completions; over all tokens of the update, or of the
-# step's rollout; or each completion's sum is divided by a constant length, then averaged over completions.
-Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length"]
+# step's rollout; or each completion's sum is divided by a constant length, then averaged over completions (max_length),
+# or not divided (sums).
+Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length", "sums"]
+LEAST_LOG_W = math.log(1e-8)  # of VESPO's weight, as in its authors' code
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
@@ -38,54 +41,121 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
 
 
 def grpo_clip(
-    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon: float, epsilon_high: float | None = None
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    epsilon: float,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) with ρ = π / π_old, and whether the clipped term is the smaller one.
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with GRPO's advantage (arXiv 2402.03300, eq. 3). A clipped token
     (second result, bool) has no gradient, because the policy has already moved ε in the direction of A.
     ε_high above ε leaves unlikely tokens more room to grow (clip-higher, DAPO, arXiv 2503.14476, section 3.1).
+    `delta`, above 1 + ε_high, also bounds ρ where A < 0, which is otherwise unbounded: min(ρ, δ) takes the place of ρ
+    in the first term (two-sided clip, INTELLECT-2, arXiv 2505.07291); such tokens do not count as clipped.
     """
     check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = torch.exp((logprob - old_logprob).clamp(max=MAX_EXPONENT))
     held = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
-    free, clipped = ratio * advantage, held * advantage
+    free, clipped = (ratio if delta is None else ratio.clamp(max=delta)) * advantage, held * advantage
     return -torch.minimum(free, clipped), (clipped < free).detach()
 
 
-def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_high: float) -> tuple[Tensor, Tensor]:
+def cispo(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """−min(ρ, ε_high) A log π, min(…) detached, and whether it was capped. CISPO, arXiv 2506.13585, eq. 4 and 5.
 
-    No token loses its gradient, unlike clipped tokens in `grpo_clip`. ε_high bounds the ratio itself, as in TRL. Tokens
-    with A ≤ 0 do not count as capped.
+    No token loses its gradient, unlike clipped tokens in `grpo_clip`. ε_high bounds the ratio itself, as in TRL;
+    without it, 1 + ε does. Tokens with A ≤ 0 do not count as capped.
     """
     check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    bound = 1 + epsilon if epsilon_high is None else epsilon_high
     ratio = torch.exp((logprob - old_logprob).detach().clamp(max=MAX_EXPONENT))
-    return -ratio.clamp(max=epsilon_high) * advantage * logprob, (ratio > epsilon_high) & (advantage > 0)
+    return -ratio.clamp(max=bound) * advantage * logprob, (ratio > bound) & (advantage > 0)
+
+
+def sapo(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+) -> Tensor:
+    """−(4 / τ) σ(τ (ρ − 1)) A, with τ = `sapo_temperature_pos` where A > 0 and `sapo_temperature_neg` elsewhere.
+
+    SAPO, arXiv 2511.20347: the gate's slope is 1 at ρ = 1 and falls smoothly on both sides, where clipping
+    ends the gradient at once. The higher τ for A ≤ 0 damps tokens that the policy moves away from.
+    """
+    check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    ratio = torch.exp((logprob - old_logprob).clamp(max=MAX_EXPONENT))
+    temperature = torch.where(advantage > 0, sapo_temperature_pos, sapo_temperature_neg)
+    return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+
+
+def vespo(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    sequence_N: Tensor,
+    length_S: Tensor,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> Tensor:
+    """−φ(w) A log π, with w the product of a completion's ratios and φ(w) = w^k e^{λ (1 − w)}, detached.
+
+    VESPO, arXiv 2602.10693: a smooth weight for the complete completion instead of clipped tokens. k and λ are
+    `vespo_k_pos` and `vespo_lambda_pos` where A ≥ 0, `vespo_k_neg` and `vespo_lambda_neg` elsewhere; values as in TRL.
+    """
+    check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    with torch.no_grad():
+        log_w_S = sum_segments((logprob - old_logprob).clamp(-20.0, 20.0), length_S)
+        log_w = log_w_S.clamp(LEAST_LOG_W, 20.0)[sequence_N]
+        k = torch.where(advantage >= 0, vespo_k_pos, vespo_k_neg)
+        decay = torch.where(advantage >= 0, vespo_lambda_pos, vespo_lambda_neg).clamp(min=1e-4)
+        weight = torch.exp(decay + k * log_w - decay * log_w.exp())
+    return -weight * advantage * logprob
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """One entry of POLICY_LOSSES, or a user's function as the surrogate."""
+    """One entry of POLICY_LOSSES, or a user's function as the surrogate; without one, −A log π, which has no ratio."""
 
-    surrogate: Literal["plain", "clipped", "cispo"] | Callable[..., Any]
+    surrogate: Callable[..., Any] | None
     average: Average
     level: Level = "token"
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "grpo": PolicyLoss("clipped", "sequences"),  # arXiv 2402.03300, eq. 3
-    "bnpo": PolicyLoss("clipped", "update_tokens"),  # TRL: normalised by the update's own tokens
-    "dr_grpo": PolicyLoss("clipped", "max_length"),  # arXiv 2503.20783: no length bias
-    "dapo": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2503.14476, eq. 8
-    "gspo": PolicyLoss("clipped", "sequences", "sequence"),  # arXiv 2507.18071, eq. 5
-    "cispo": PolicyLoss("cispo", "rollout_tokens"),  # arXiv 2506.13585
-    "no_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on the raw reward
-    "reinforce_with_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on advantages
-    "grpo_clip": PolicyLoss("clipped", "sequences"),  # CS336's name for grpo
-    "rloo": PolicyLoss("clipped", "sequences", "product"),  # arXiv 2402.14740
-    "reinforce_plus_plus": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2501.03262
+    "grpo": PolicyLoss(grpo_clip, "sequences"),  # arXiv 2402.03300, eq. 3
+    "bnpo": PolicyLoss(grpo_clip, "update_tokens"),  # TRL: normalised by the update's own tokens
+    "dr_grpo": PolicyLoss(grpo_clip, "max_length"),  # arXiv 2503.20783: no length bias
+    "dapo": PolicyLoss(grpo_clip, "rollout_tokens"),  # arXiv 2503.14476, eq. 8
+    "gspo": PolicyLoss(grpo_clip, "sequences", "sequence"),  # arXiv 2507.18071, eq. 5
+    "luspo": PolicyLoss(grpo_clip, "sums", "sequence"),  # arXiv 2602.05261: GSPO without its length bias
+    "cispo": PolicyLoss(cispo, "rollout_tokens"),  # arXiv 2506.13585
+    "sapo": PolicyLoss(sapo, "sequences"),  # arXiv 2511.20347
+    "vespo": PolicyLoss(vespo, "rollout_tokens"),  # arXiv 2602.10693
+    "no_baseline": PolicyLoss(None, "sequences"),  # REINFORCE on the raw reward
+    "reinforce_with_baseline": PolicyLoss(None, "sequences"),  # REINFORCE on advantages
+    "grpo_clip": PolicyLoss(grpo_clip, "sequences"),  # CS336's name for grpo
+    "rloo": PolicyLoss(grpo_clip, "sequences", "product"),  # arXiv 2402.14740
+    "reinforce_plus_plus": PolicyLoss(grpo_clip, "rollout_tokens"),  # arXiv 2501.03262
 }
+# Losses of each token's own log-probability, which need a ratio for each token.
+OF_TOKENS = (cispo, vespo)
 
 
 @functools.cache
@@ -119,36 +189,36 @@ def policy_loss(
     length_S: Tensor,
     *,
     level: Level | None = None,
-    epsilon: float,
-    epsilon_high: float | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each scored token, and whether it was clipped; both [N].
 
     `sequence_N` is the index of each token's completion, ascending; `length_S` counts each completion's scored tokens.
     `level` defaults to the level of the loss. With one ratio per completion, the tokens of a completion share this
-    ratio and, if their advantages are equal, one value.
+    ratio and, if their advantages are equal, one value. The surrogate gets those of the `settings` that it reads.
 
-    Raises ValueError for CISPO with one ratio per completion, because CISPO weights each token's log-probability.
+    Raises ValueError for CISPO and VESPO with one ratio per completion: they weight each token's log-probability.
     """
-    if callable(loss.surrogate):
-        bounds = {"epsilon": epsilon, "epsilon_high": epsilon if epsilon_high is None else epsilon_high}
-        inputs = logprob_N, old_logprob_N, advantage_N
-        made = called(loss.surrogate, *inputs, **bounds, sequence_N=sequence_N, length_S=length_S)
-        return made if isinstance(made, tuple) else (made, torch.zeros_like(sequence_N, dtype=torch.bool))
-    if loss.surrogate == "plain":
-        return policy_gradient(logprob_N, advantage_N), torch.zeros_like(sequence_N, dtype=torch.bool)
+    never_N = torch.zeros_like(sequence_N, dtype=torch.bool)
+    if loss.surrogate is None:
+        return policy_gradient(logprob_N, advantage_N), never_N
     level = level or loss.level
-    if loss.surrogate == "cispo":
-        if level != "token":
-            raise ValueError("cispo has a ratio for each token: importance_sampling_level must be token")
-        bound = 1 + epsilon if epsilon_high is None else epsilon_high
-        return cispo(logprob_N, old_logprob_N, advantage_N, epsilon_high=bound)
     if level != "token":
-        logratio_S = sum_segments(logprob_N - old_logprob_N, length_S)
-        if level == "sequence":
-            logratio_S = logratio_S / length_S.clamp(min=1)
-        logprob_N, old_logprob_N = logratio_S[sequence_N], torch.zeros_like(logprob_N)
-    return grpo_clip(logprob_N, old_logprob_N, advantage_N, epsilon=epsilon, epsilon_high=epsilon_high)
+        if loss.surrogate in OF_TOKENS:
+            raise ValueError("this loss has a ratio for each token: importance_sampling_level must be token")
+        logprob_N = logratio(logprob_N, old_logprob_N, sequence_N, length_S, level)
+        old_logprob_N = torch.zeros_like(logprob_N)
+    inputs = logprob_N, old_logprob_N, advantage_N
+    made = called(loss.surrogate, *inputs, **settings, sequence_N=sequence_N, length_S=length_S)
+    return made if isinstance(made, tuple) else (made, never_N)
+
+
+def logratio(logprob_N: Tensor, old_N: Tensor, sequence_N: Tensor, length_S: Tensor, level: Level) -> Tensor:
+    """log π / π_old of each token: its own, or its completion's mean (sequence) or sum (product). [N]"""
+    if level == "token":
+        return logprob_N - old_N
+    total_S = sum_segments(logprob_N - old_N, length_S)
+    return (total_S / length_S.clamp(min=1) if level == "sequence" else total_S)[sequence_N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +240,7 @@ def token_weights(average: Average, length_S: Tensor, sequence_N: Tensor, counts
         update_tokens    1 / tokens of the update        BNPO
         rollout_tokens   1 / (tokens of the rollout / number of its updates)     DAPO, CISPO
         max_length       1 / (completions · max length)  Dr. GRPO
+        sums             1 / completions                 LUSPO
     """
     match average:
         case "sequences":
@@ -180,16 +251,53 @@ def token_weights(average: Average, length_S: Tensor, sequence_N: Tensor, counts
             weight = 1.0 / counts.rollout_tokens
         case "max_length":
             weight = 1.0 / (counts.sequences * counts.max_length)
+        case "sums":
+            weight = 1.0 / counts.sequences
     return torch.full(sequence_N.shape, weight, device=sequence_N.device)
 
 
-def truncated_weights(logprob: Tensor, sampler_logprob: Tensor, *, cap: float) -> Tensor:
-    """min(π / π_sampler, cap), detached: corrects for differences between engine and trainer.
+def sampling_weights(
+    logprob_N: Tensor,
+    sampler_logprob_N: Tensor,
+    sequence_N: Tensor,
+    length_S: Tensor,
+    *,
+    mode: str = "token_truncate",
+    clip_max: float | None = 3.0,
+    clip_min: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """π / π_sampler, which corrects for differences between engine and trainer, and whether it was clipped; both [N].
 
-    Truncated importance sampling; `logprob` is under the policy that sampled, scored by the trainer.
+    `logprob_N` is under the policy that sampled, scored by the trainer; detached. `mode` has two parts. The ratio is a
+    token's (token), the product over its completion (sequence), or the geometric mean over it (geometric); names and
+    values as in TRL, which lacks geometric. Outside [`clip_min`, `clip_max`] it is set to the bound (truncate: F. Yao
+    et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025), or to 0 (mask; token_mask
+    with both bounds is IcePop, arXiv 2510.18855).
     """
-    check_shapes(logprob=logprob, sampler_logprob=sampler_logprob)
-    return torch.exp((logprob - sampler_logprob).detach().clamp(max=MAX_EXPONENT)).clamp(max=cap)
+    check_shapes(logprob=logprob_N, sampler_logprob=sampler_logprob_N)
+    unit, _, action = mode.partition("_")
+    level: Level = {"sequence": "product", "geometric": "sequence"}.get(unit, "token")  # type: ignore[assignment]
+    ratio_N = logratio(logprob_N, sampler_logprob_N, sequence_N, length_S, level).detach().clamp(max=MAX_EXPONENT).exp()
+    held_N = ratio_N.clamp(clip_min, clip_max) if (clip_min, clip_max) != (None, None) else ratio_N
+    clipped_N = held_N != ratio_N
+    return held_N if action == "truncate" else ratio_N.masked_fill(clipped_N, 0.0), clipped_N
+
+
+def off_policy_kept(
+    logprob_N: Tensor,
+    sampler_logprob_N: Tensor,
+    advantage_N: Tensor,
+    sequence_N: Tensor,
+    length_S: Tensor,
+    *,
+    threshold: float,
+) -> Tensor:
+    """Whether each token stays in the loss (bool, [N]): A ≥ 0, or its completion's mean of log π_sampler − log π is at
+    most `threshold`, in nats per token. A bad completion that the policy would hardly sample any more teaches nothing
+    and may do harm. DeepSeek-V3.2, arXiv 2512.02556, eq. 9."""
+    check_shapes(logprob=logprob_N, sampler_logprob=sampler_logprob_N, advantage=advantage_N)
+    drift_N = logratio(sampler_logprob_N, logprob_N.detach(), sequence_N, length_S, "sequence")
+    return (advantage_N >= 0) | (drift_N <= threshold)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, *, estimator: str) -> Tensor:

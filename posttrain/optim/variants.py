@@ -1,4 +1,4 @@
-"""Variants of AdamW that need less memory: sharded over the ranks, in CPU memory, or with 8-bit moments.
+"""Variants of AdamW: sharded over the ranks, in CPU memory, with 8-bit moments, or with Muon for the matrices.
 
 With sharded weights (models/sharding.py), each rank updates its part of every tensor.
 
@@ -13,6 +13,7 @@ AdamW, and rounded again. As the paper advises, embeddings keep float32 moments.
 8 bits would save nothing.
 """
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -258,3 +259,64 @@ class AdamW8bit(AdamW):
             self._moments_of(name)[key].copy_(value)
         else:
             super()._load(name, key, value)
+
+
+def layer_matrices(model: nn.Module) -> set[str]:
+    """The names of the trained 2-D weights of layers, which have the layer's number in their names: not embeddings, the
+    head, vectors or the stacked weights of experts."""
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and re.search(r"\.\d+\.", name) is not None
+    }
+
+
+class Muon(AdamW):
+    """Muon for the matrices of layers, AdamW for all other weights; one learning rate and weight decay for both.
+
+    Muon (K. Jordan et al., 2024) makes the momentum of a matrix orthogonal, so that all its directions move equally. As
+    in Moonlight (arXiv 2502.16982, section 2.2), a step is scaled by 0.2 √(larger side), the size of AdamW's, so that
+    its learning rates carry over. torch's implementation, with a momentum of 0.95 (Nesterov). A matrix and its
+    transpose, as in GPT-2's layers, get the same step. It has one moment where AdamW has two.
+    """
+
+    def __init__(self, model: nn.Module, *args, **settings):
+        self._names = layer_matrices(model)
+        super().__init__(model, *args, **settings)
+        matrices = [self.masters[name] for name in sorted(self._names)]
+        self._muon = torch.optim.Muon(
+            matrices, lr=0.0, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ) if matrices else None  # fmt: skip
+
+    def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
+        return super()._torch_adamw({name: m for name, m in masters.items() if name not in self._names})
+
+    def _update(self, learning_rate: float) -> None:
+        super()._update(learning_rate)
+        if self._muon is None:
+            return
+        self._muon.param_groups[0]["lr"] = learning_rate
+        self._muon.step()
+        for state in self._muon.state.values():
+            state["step"] = state.get("step", torch.zeros(())) + 1
+
+    def state(self) -> dict[str, Tensor]:
+        own = {} if self._muon is None else self._muon.state
+        moments = {name: own[self.masters[name]] for name in self._names if self.masters[name] in own}
+        return super().state() | {f"{name}|{key}": value for name, state in moments.items() for key, value in state.items()}
+
+    def _shapes(self, name: str) -> dict[str, torch.Size]:
+        if name not in self._names:
+            return super()._shapes(name)
+        return {"step": torch.Size(), "momentum_buffer": self.masters[name].shape}
+
+    def _forget_moments(self, name: str) -> None:
+        super()._forget_moments(name)
+        if self._muon is not None:
+            self._muon.state.pop(self.masters[name], None)
+
+    def _load(self, name: str, key: str, value: Tensor) -> None:
+        if name not in self._names or self._muon is None:
+            return super()._load(name, key, value)
+        device = torch.device("cpu") if key == "step" else self.masters[name].device
+        self._muon.state[self.masters[name]][key] = value.to(device, torch.float32)

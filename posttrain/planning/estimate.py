@@ -23,7 +23,7 @@ from posttrain.models.load import load_config, takes_triton
 from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.sharding import layers_of
-from posttrain.optim.variants import BLOCK, eight_bit_names
+from posttrain.optim.variants import BLOCK, eight_bit_names, layer_matrices
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning import CARDS
 from posttrain.planning.activations import activations, empty_model
@@ -227,7 +227,11 @@ def _weights(model: nn.Module, width: int, in_4bit: bool) -> int:
 
 
 def _moments(model: nn.Module, kind: str) -> int:
-    """Bytes of AdamW's two moments. Each takes 4 per weight; in 8 bits, 1 per weight and a float32 scale per block."""
+    """Bytes of AdamW's two moments. Each takes 4 per weight; in 8 bits, 1 per weight and a float32 scale per block.
+    Muon has one moment for the matrices of layers."""
+    if kind == "muon":
+        matrices = layer_matrices(model)
+        return sum(p.numel() * (4 if n in matrices else 8) for n, p in model.named_parameters() if p.requires_grad)
     small = eight_bit_names(model) if kind == "adamw_8bit" else set()
     sizes = [(p.numel(), name in small) for name, p in model.named_parameters() if p.requires_grad]
     return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)

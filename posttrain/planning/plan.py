@@ -28,7 +28,7 @@ from posttrain.planning.largest import FirstEpoch, probe
 from posttrain.recipes import check_functions
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
-from posttrain.training.loop import warmup_count
+from posttrain.training.loop import learning_rate_at, warmup_count
 from posttrain.training.state import total_steps
 
 log = logging.getLogger("posttrain")
@@ -168,7 +168,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     table.add_row("total tokens", f"about {steps * tokens:,.0f}")
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)
-    table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {counted(warmup, 'step')} of warm-up")
+    last = learning_rate_at(config, rate, steps - 1, steps)
+    warming = f"{counted(warmup, 'step')} of warm-up"
+    table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {warming}, {last:.1e} in the last step")
     _add_memory(table, memory, target)
     if ranks > 1:
         each = exchanged(total, trained, dtype.itemsize, ranks, max(1.0, packs / ranks), sharded) * method.updates

@@ -8,7 +8,9 @@ uses a leave-one-out baseline, `reinforce_plus_plus` normalises every token's re
 rollout of batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +20,20 @@ from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
 from posttrain.environments.forest import Forest
+from posttrain.losses import keywords_of
 from posttrain.losses.advantage import Turns, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
+    LEAST_LOG_W,
     Counts,
     PolicyLoss,
     kl_penalty,
+    logratio,
+    off_policy_kept,
     policy_loss,
     policy_loss_named,
+    sampling_weights,
     token_weights,
-    truncated_weights,
+    vespo,
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
@@ -60,7 +67,8 @@ def train(job: Job, data: Prepared) -> Loop:
                 rollout = run.sample(number, prompts, *how)
                 step = step_of(run.models, rollout)
                 run.check_packing(number, step)
-            run.update(number, step, updates(run.models, number, step))
+            finish = partial(adapt_entropy, method, step, run.loop.state.memory)
+            run.update(number, step, updates(run.models, number, step), finish)
     return run.loop
 
 
@@ -70,6 +78,7 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
     `old_R`: the log-probabilities under the policy that sampled; None: the current policy sampled.
     """
     job, method, scorer, reference = models.job, models.method, models.scorer, models.reference
+    temperature = job.config.rollout.temperature
     step = Step(job, rollout, method.mask_truncated_completions)
     parts, penalised = step.parts, reference is not None and method.kl_in == "reward"
     if penalised and job.config.behavior_version >= 2:
@@ -77,9 +86,12 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
     if old_R is not None:
         step.trainer_R = step.old_R = old_R
     elif method.updates > 1 or penalised:
-        temperature = job.config.rollout.temperature
-        logprobs = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)
-        step.trainer_R = step.old_R = logprobs[:, 0]
+        step.trainer_R = step.old_R = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)[
+            :, 0
+        ]
+    if isinstance(method, GRPOMethod) and method.top_entropy_quantile < 1:
+        entropy_R = scored(job, rollout, step.parts, lambda pack: scorer(pack, temperature).entropy_N)[:, 0]
+        step.top_R = entropy_R >= entropy_R[step.in_loss_R].quantile(1 - method.top_entropy_quantile)
     if reference is not None:
         step.reference_R = scored(job, rollout, parts, reference)[:, 0]
     if penalised and step.old_R is not None and step.reference_R is not None:
@@ -94,21 +106,29 @@ def updates(models: PolicyGradient, number: int, step: Step) -> Updates:
     """Yield the packs and the loss of each update of step `number`."""
     job, method = models.job, models.method
     for minibatch in minibatches(job, step, number, method.num_iterations, method.num_minibatches):
-        loss = PolicyGradientLoss(job, method, models.scorer, step, minibatch)
+        loss = PolicyGradientLoss(models, step, minibatch)
         yield minibatch.parts, Objective(loss, minibatch.counted)
 
 
 class PolicyGradientLoss:
     """The clipped surrogate of a minibatch: maps a pack to its share of the loss and its metrics."""
 
-    def __init__(self, job: Job, method: AnyMethod, scorer: Scorer, step: Step, minibatch: Minibatch):
-        self.job, self.method, self.scorer, self.step, self.minibatch = job, method, scorer, step, minibatch
+    def __init__(self, models: PolicyGradient, step: Step, minibatch: Minibatch):
+        job = models.job
+        self.job, self.method, self.scorer, self.step, self.minibatch = (
+            job,
+            models.method,
+            models.scorer,
+            step,
+            minibatch,
+        )
+        self.entropy_coef = entropy_coef(models.method, models.state.memory)
         length_S = step.rollout.length_S
         self.counts = Counts(
             sequences=minibatch.counted,
             tokens=int(length_S[minibatch.chosen].sum()),
             rollout_tokens=int(length_S[step.in_loss_S].sum()) / minibatch.number,
-            max_length=job.config.rollout.max_completion_length,
+            max_length=self.job.config.rollout.max_completion_length,
         )
 
     def __call__(self, part: RolloutPack) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,24 +140,38 @@ class PolicyGradientLoss:
         if step.old_R is None:
             step.trainer_R[at_N] = new_N
         old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
-        loss_N, clipped_N = surrogate(method, scores.logprob_N, old_N, advantage_N, pack.sequence_N, pack.length_S)
+        where, sampler_N = (pack.sequence_N, pack.length_S), step.sampler(at_N, old_N)
+        importance_N = importance(method, old_N, sampler_N, *where)
+        if loss_of(method).surrogate is vespo:  # it weighs a completion by all that changed since it was sampled
+            behaviour_N, importance_N = old_N - importance_N.log().clamp(min=LEAST_LOG_W), torch.ones_like(old_N)
+        else:
+            behaviour_N = old_N
+        loss_N, clipped_N = surrogate(method, scores.logprob_N, behaviour_N, advantage_N, *where)
         step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
-        if method.importance_sampling_cap is not None:
-            loss_N = loss_N * truncated_weights(old_N, step.sampler(at_N, old_N), cap=method.importance_sampling_cap)
+        loss_N, bonus_N = loss_N * importance_N, scores.entropy_N
         metrics = {
             "entropy": scores.entropy_N.detach().sum() / tokens,
             "clip_ratio/low_mean": (clipped_N & (advantage_N < 0)).sum() / tokens,
             "clip_ratio/high_mean": (clipped_N & (advantage_N > 0)).sum() / tokens,
             "max_ratio": (new_N - old_N).amax().exp(),
         }
+        if isinstance(method, GRPOMethod) and method.off_policy_mask_threshold is not None:
+            threshold = method.off_policy_mask_threshold
+            kept_N = off_policy_kept(new_N, sampler_N, advantage_N, *where, threshold=threshold)
+            loss_N, metrics["off_policy_ratio"] = loss_N * kept_N, (~kept_N).sum() / tokens
+        if step.top_R is not None:
+            loss_N, bonus_N = loss_N * step.top_R[at_N], bonus_N * step.top_R[at_N]
         if step.reference_R is not None:
             kl_N = kl_penalty(scores.logprob_N, step.reference_R[at_N], estimator=method.kl_estimator)
             metrics["kl"] = kl_N.detach().sum() / tokens
             if method.kl_in == "loss":
+                if isinstance(method, GRPOMethod) and method.use_bias_correction_kl:
+                    level = method.importance_sampling_level or loss_of(method).level
+                    kl_N = kl_N * logratio(scores.logprob_N, old_N, *where, level).exp()
                 loss_N = loss_N + method.beta * kl_N
-        if method.entropy_coef:
-            loss_N = loss_N - method.entropy_coef * scores.entropy_N
+        if self.entropy_coef:
+            loss_N = loss_N - self.entropy_coef * bonus_N
         if self.minibatch.is_first:
             self.check(pack, new_N, at_N)
         weight_N = token_weights(loss_of(method).average, pack.length_S, pack.sequence_N, self.counts)
@@ -152,6 +186,36 @@ class PolicyGradientLoss:
             check_margins(pack.sum_by_sequence(old_N - step.reference_R[at_N]), pack.length_S, dtype, record)
 
 
+def importance(method: AnyMethod, old_N: Tensor, sampler_N: Tensor, sequence_N: Tensor, length_S: Tensor) -> Tensor:
+    """The weight of each token for what the engine computed differently. [N]"""
+    if method.importance_sampling is None:
+        return torch.ones_like(old_N)
+    return sampling_weights(old_N, sampler_N, sequence_N, length_S, **method.importance_sampling.model_dump())[0]
+
+
+def entropy_coef(method: AnyMethod, memory: Mapping[str, float]) -> float:
+    """The weight of the entropy bonus in this step. If it adapts, it is 0 while entropy is above its target."""
+    if not (isinstance(method, GRPOMethod) and method.use_adaptive_entropy):
+        return method.entropy_coef
+    acts = memory.get("last_entropy", math.inf) <= method.entropy_target
+    return memory.get("entropy_coef", method.entropy_coef) if acts else 0.0
+
+
+def adapt_entropy(method: AnyMethod, step: Step, memory: dict[str, float]) -> dict[str, float]:
+    """Save the entropy of a step and the next step's coefficient in `memory`; return the coefficient as a metric.
+
+    Skywork-OR1, arXiv 2505.22312; as in TRL, the coefficient rises while entropy is below its target and falls else."""
+    if not (isinstance(method, GRPOMethod) and method.use_adaptive_entropy) or not len(step.in_loss_S):
+        return {}
+    step.exchange("entropy_R")
+    counted_R = step.in_loss_R if step.top_R is None else step.in_loss_R & step.top_R
+    memory["last_entropy"] = entropy = step.entropy_R[counted_R].double().mean().item()
+    change = method.entropy_coef_delta * (1 if entropy < method.entropy_target else -1)
+    coef = memory.get("entropy_coef", method.entropy_coef) + change
+    memory["entropy_coef"] = min(max(coef, method.entropy_coef_min), method.entropy_coef_max)
+    return {"entropy_coef": memory["entropy_coef"]}
+
+
 def loss_of(method: AnyMethod) -> PolicyLoss:
     return policy_loss_named(method.loss_type if isinstance(method, GRPOMethod) else method.type)
 
@@ -160,17 +224,11 @@ def surrogate(
     method: AnyMethod, logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequence_N: Tensor, length_S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token under these settings, and whether the token is clipped (both N)."""
-    return policy_loss(
-        loss_of(method),
-        logprob_N,
-        old_N,
-        advantage_N,
-        sequence_N,
-        length_S,
-        level=method.importance_sampling_level if isinstance(method, GRPOMethod) else None,
-        epsilon=method.epsilon,
-        epsilon_high=method.epsilon_high,
-    )
+    loss = loss_of(method)
+    names = keywords_of(loss.surrogate) & type(method).model_fields.keys() if loss.surrogate else ()
+    settings = {name: getattr(method, name) for name in names}
+    level = method.importance_sampling_level if isinstance(method, GRPOMethod) else None
+    return policy_loss(loss, logprob_N, old_N, advantage_N, sequence_N, length_S, level=level, **settings)
 
 
 def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:

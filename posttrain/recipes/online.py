@@ -30,7 +30,7 @@ from posttrain.rollout import Rollout, RolloutPack, SampledCompletion
 from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
 from posttrain.sampler import Sampler
 from posttrain.scoring import Scorer
-from posttrain.training.checks import Alarms, check_packing, check_sampler
+from posttrain.training.checks import Alarms, check_packing, check_sampler, importance_metrics, sampler_mismatch
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
@@ -71,6 +71,7 @@ class Step:
         self.reference_R: Tensor | None = None  # log-probabilities under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.penalty_R: Tensor | None = None  # the weighted KL to the reference that is subtracted from the reward
+        self.top_R: Tensor | None = None  # whether a token is among those whose entropy is high enough for the loss
         self.scored_S = self.in_loss_S  # the completions whose tokens are scored before the updates
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
         self._ranks = job.ranks
@@ -80,6 +81,11 @@ class Step:
     def num_tokens(self) -> int:
         """The number of tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
+
+    @property
+    def in_loss_R(self) -> Tensor:
+        """Whether each token is in the loss, on the device."""
+        return torch.isin(self.rollout.sequence_R, self.in_loss_S).to(self.sampler_R.device)
 
     def packing(self) -> dict[str, float]:
         """For episodes: the tokens of the completions in the loss, each with its prompt, per token fed."""
@@ -275,34 +281,21 @@ def given_completions(prompts: Sequence[Example]) -> Rollout:
     return Rollout(prompts, completions)
 
 
-def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
-    """The mismatch between the trainer's and the engine's log-probabilities of the sampled tokens; names as in TRL.
-
-    The effective sample size of the weights w = trainer / engine, (Σw)² / (n Σw²), is 1 if they agree.
-    """
-    difference_N = (trainer_N - sampler_N).abs()
-    weight_N = (trainer_N - sampler_N).double().exp()
-    return {
-        "sampling/sampling_logp_difference/mean": difference_N.mean().item(),
-        "sampling/sampling_logp_difference/max": difference_N.max().item(),
-        "sampling/sampling_logp_difference/rms": difference_N.square().mean().sqrt().item(),
-        "sampling/effective_sample_size": (weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum())).item(),
-    }
-
-
-def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
+def measure_mismatch(job: Job, method: Any, sample: Sampler, step: Step) -> None:
     """Record the mismatch between engine and trainer of a step whose tokens the trainer has scored.
 
     Runs before the step's first update, so that nothing is learned from an engine with wrong weights. Raises
     VitalSignError if the mismatch exceeds rounding.
     """
     rollout = step.rollout
-    inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
+    inside_R = step.in_loss_R.cpu()
     if step.mismatch is not None or not inside_R.any():
         return
     step.exchange("trainer_R")
     trainer_N, sampler_N = step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R]
     step.mismatch = sampler_mismatch(trainer_N, sampler_N)
+    if isinstance(method, RewardedMethod):
+        step.mismatch |= importance_metrics(method, trainer_N, sampler_N, rollout.length_S[step.in_loss_S])
     if not sample.filtered:  # a filter raises the probabilities of the sampled tokens above the policy's
         check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine, job.record)
 
@@ -353,7 +346,7 @@ class Online:
     ) -> None:
         """Make the updates of a step; then log its metrics and those of `finish`, check alarms, and store rollouts."""
         loop, store = self.loop, self._store
-        check = partial(measure_mismatch, loop.job, self.sample, step)
+        check = partial(measure_mismatch, loop.job, self.models.method, self.sample, step)
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
             if loop.job.config.rollout.save:

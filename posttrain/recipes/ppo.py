@@ -25,7 +25,7 @@ from posttrain.batch import Pack
 from posttrain.config import PPOMethod
 from posttrain.data import Prepared
 from posttrain.losses.advantage import ReturnScale, Turns, gae, normalized, rewards_to_go, value_loss, whitened
-from posttrain.losses.policy import adapted_kl_coef, grpo_clip, kl_penalty, truncated_weights
+from posttrain.losses.policy import adapted_kl_coef, grpo_clip, kl_penalty, sampling_weights
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
 from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
@@ -105,10 +105,9 @@ class ActorCriticLoss:
         policy_N, clipped_N = surrogate(method, scores.logprob_N, old_N, advantage_N)
         step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
-        if method.importance_sampling_cap is not None:
-            policy_N = policy_N * truncated_weights(
-                old_N, step.sampler(at_N, old_N), cap=method.importance_sampling_cap
-            )
+        if method.importance_sampling is not None:
+            where, settings = (part.pack.sequence_N, part.pack.length_S), method.importance_sampling.model_dump()
+            policy_N = policy_N * sampling_weights(old_N, step.sampler(at_N, old_N), *where, **settings)[0]
         value_loss_N, value_clipped_N = value_loss(
             output_N,
             step.output_R[at_N],

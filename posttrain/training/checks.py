@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.base.errors import VitalSignError
 from posttrain.batch import Example, Pack, sequences
 from posttrain.config.schema.base import MethodSettings
+from posttrain.config.schema.online import RewardedMethod
+from posttrain.losses.policy import sampling_weights
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
 from posttrain.optim.update import AdamW
@@ -284,3 +286,36 @@ class Alarms:
             count = self.memory[f"alarms/{name}"] = self.memory.get(f"alarms/{name}", 0.0) + 1
             if count % EVERY == 1:
                 log.warning("step %d: %s", step, MESSAGES[name])
+
+
+def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
+    """The mismatch between the trainer's and the engine's log-probabilities of the sampled tokens; names as in TRL.
+
+    The effective sample size of the weights w = trainer / engine, (Σw)² / (n Σw²), is 1 if they agree.
+    """
+    difference_N = (trainer_N - sampler_N).abs()
+    weight_N = (trainer_N - sampler_N).double().exp()
+    return {
+        "sampling/sampling_logp_difference/mean": difference_N.mean().item(),
+        "sampling/sampling_logp_difference/max": difference_N.max().item(),
+        "sampling/sampling_logp_difference/rms": difference_N.square().mean().sqrt().item(),
+        "sampling/effective_sample_size": (weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum())).item(),
+    }
+
+
+def importance_metrics(
+    method: RewardedMethod, trainer_N: Tensor, sampler_N: Tensor, length_S: Tensor
+) -> dict[str, float]:
+    """The extremes and mean of the importance weights, names as in TRL, and the share of tokens that were clipped."""
+    if method.importance_sampling is None:
+        return {}
+    sequence_N = torch.arange(len(length_S)).repeat_interleave(length_S)
+    settings = method.importance_sampling.model_dump()
+    weight_N, clipped_N = sampling_weights(trainer_N, sampler_N, sequence_N, length_S, **settings)
+    values = {
+        "min": weight_N.min(),
+        "mean": weight_N.mean(),
+        "max": weight_N.max(),
+        "clipped": clipped_N.float().mean(),
+    }
+    return {f"sampling/importance_sampling_ratio/{name}": value.item() for name, value in values.items()}

@@ -256,8 +256,8 @@ class Job:
             "weight_decay": training.weight_decay,
             "max_grad_norm": training.max_grad_norm,
         }
-        if training.optimizer == "adamw_8bit":
-            return AdamW8bit(policy, self.dtype, **settings)
+        if kind := {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer):
+            return kind(policy, self.dtype, **settings)
         if self.is_sharded:
             return ShardedAdamW(policy, self.dtype, ranks=self.ranks, **settings)
         if self.offloads():

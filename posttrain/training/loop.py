@@ -6,20 +6,21 @@ continues bit for bit: the data order is a function of seed and epoch, and the l
 Learning-rate schedules have the names and values of transformers.
 """
 
+import functools
 import logging
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from posttrain.base.console import progress
-from posttrain.base.errors import VitalSignError
+from posttrain.base.errors import ConfigError, VitalSignError
 from posttrain.batch import Example, Pack
 from posttrain.config import RunConfig, learning_rate
 from posttrain.data import Dataset, Prepared, longest_sequence
@@ -58,6 +59,7 @@ class Loop:
             few = "the training data has %d examples, fewer than training.batch_size = %d: every step uses all of them"
             log.warning(few, len(data.train), self.batch_size)
         self.peak_rate = learning_rate(job.config, job.model)
+        self.rate(1)  # raises for a schedule with wrong arguments, before anything is trained
         self.state = State()
         self._stop = Stop()
         self._rows = np.empty(0, int)  # the current step's rows
@@ -333,32 +335,32 @@ def warmup_count(warmup_steps: float, total: int) -> int:
     return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
 
 
-def schedule(kind: str, step: int, total: int, warmup: int, *, from_zero: bool = True) -> float:
-    """The factor on the learning rate at step `step` (0 is the first) of `total`.
-
-    `kind` is a value of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero). The
-    k-th of w warm-up steps (k from 1) has the factor (k - 1) / w, as in transformers; without `from_zero`, k / w.
-    """
-    if kind != "constant" and step < warmup:
-        return (step if from_zero else step + 1) / warmup
-    if kind in ("constant", "constant_with_warmup"):
-        return 1.0
-    progress = (step - warmup) / max(1, total - warmup)
-    if kind == "linear":
-        return max(0.0, 1.0 - progress)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-
 def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
-    """The learning rate after `step` of `total` steps; `peak` is its maximum."""
-    training = config.training
-    return peak * schedule(
-        training.lr_scheduler_type,
-        step,
-        total,
-        warmup_count(training.warmup_steps, total),
-        from_zero=config.method.warmup_from_zero,
-    )
+    """The learning rate after `step` of `total` steps; `peak` is its maximum.
+
+    The schedules are transformers': the k-th of w warm-up steps (k from 1) has (k - 1) / w of the peak. Methods that
+    sample have k / w, so that no rollout is spent on a rate of 0. Raises ConfigError for arguments that the schedule
+    does not take.
+    """
+    training, warmup = config.training, warmup_count(config.training.warmup_steps, total)
+    if training.lr_scheduler_type != "constant" and step < warmup and not config.method.warmup_from_zero:
+        return peak * (step + 1) / warmup
+    arguments = tuple(sorted(training.lr_scheduler_kwargs.items()))
+    return peak * schedule(training.lr_scheduler_type, peak, warmup, total, arguments)(step)
+
+
+@functools.cache
+def schedule(
+    kind: str, peak: float, warmup: int, total: int, arguments: tuple[tuple[str, Any], ...] = ()
+) -> Callable[[int], float]:
+    """The factor on the learning rate at each step (0 is the first), a schedule of transformers."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)  # some arguments are learning rates
+    try:
+        return get_scheduler(kind, optimizer, warmup, total, dict(arguments)).lr_lambdas[0]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"training.lr_scheduler_kwargs: {kind} does not take {dict(arguments)}: {error}") from error
 
 
 def report_schedule_change(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:

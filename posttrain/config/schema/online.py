@@ -1,10 +1,10 @@
 """The settings of the methods that learn from their own completions: GRPO and its variants, PPO, distillation."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import Conflicts, MethodSettings, RefModel, setting
+from posttrain.config.schema.base import Conflicts, MethodSettings, RefModel, Settings, setting
 from posttrain.config.schema.types import (
     AboveZero,
     Float,
@@ -15,12 +15,15 @@ from posttrain.config.schema.types import (
     Positive,
     Share,
     ZeroToOne,
+    is_own,
 )
 
 PolicyLossType = Literal[
-    "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip"
-]
-PLAIN_LOSSES = frozenset({"no_baseline", "reinforce_with_baseline"})  # losses without the ratio to the old policy
+    "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo",
+    "no_baseline", "reinforce_with_baseline", "grpo_clip",
+]  # fmt: skip
+RATIO_LOSSES = frozenset(get_args(PolicyLossType)) - {"no_baseline", "reinforce_with_baseline"}
+CLIPPED_LOSSES = RATIO_LOSSES - {"sapo", "vespo"}
 KLEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="Estimator of the KL to the reference.")]
 KLUse = Annotated[
     Literal["loss", "reward"],
@@ -48,6 +51,22 @@ class OnlineMethod(MethodSettings):
         return self.num_generations
 
 
+class ImportanceSampling(Settings):
+    """Weights pi_trainer / pi_engine of the loss, which correct for what the engine computes differently."""
+
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"] = setting(
+        "token_truncate", "Ratio (of a token, completion, or its mean), and what happens outside the bounds."
+    )
+    clip_max: AboveZero | None = setting(3.0, "Upper bound of the ratio; null: none.")
+    clip_min: AboveZero | None = setting(None, "Lower bound of the ratio; null: none.")
+
+    def check(self) -> Conflicts:
+        if self.clip_max is None and self.clip_min is None:
+            yield "clip_max", "and clip_min are both null; give one, or importance_sampling: null for no weights"
+        if self.clip_max is not None and self.clip_min is not None and self.clip_min >= self.clip_max:
+            yield "clip_min", f"is {self.clip_min}, not below clip_max, {self.clip_max}"
+
+
 class RewardedMethod(OnlineMethod):
     """Base of the methods that learn from rewards of their completions."""
 
@@ -60,12 +79,23 @@ class RewardedMethod(OnlineMethod):
     )
     kl_estimator: KLEstimator = "k3"
     entropy_coef: NonNegative = setting(0.0, "Weight of the entropy bonus in the objective.")
-    importance_sampling_cap: AboveZero | None = setting(
-        3.0, "Cap of the importance weight pi_trainer / pi_engine of each token; null: no weights."
+    importance_sampling: ImportanceSampling | None = setting(
+        ImportanceSampling(), "Weights pi_trainer / pi_engine of the loss; null: none."
     )
     ref_model: RefModel = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _former_cap(cls, values: Any) -> Any:
+        """Accept `importance_sampling_cap`, which runs of earlier versions saved: token_truncate at this bound."""
+        if not isinstance(values, dict) or "importance_sampling_cap" not in values:
+            return values
+        cap = values["importance_sampling_cap"]
+        rest = {name: value for name, value in values.items() if name != "importance_sampling_cap"}
+        return {"importance_sampling": None if cap is None else {"clip_max": cap}} | rest
+
     def check(self) -> Conflicts:
+        yield from super().check()
         if not self.has_reference and not self.is_default("kl_estimator"):
             yield "kl_estimator", "applies to the KL to a reference, whose weight is 0; leave it out"
 
@@ -123,6 +153,15 @@ class GRPOMethod(PolicyGradientMethod):
     """Group relative policy optimisation: each completion is compared with the other completions of its prompt."""
 
     loss_setting = "loss_type"
+    read_by = (
+        ("epsilon", CLIPPED_LOSSES),
+        ("epsilon_high", CLIPPED_LOSSES),
+        ("delta", CLIPPED_LOSSES - {"cispo"}),
+        ("importance_sampling_level", RATIO_LOSSES),
+        ("scale_rewards", frozenset(get_args(PolicyLossType)) - {"no_baseline"}),
+        *((f"sapo_temperature_{sign}", frozenset({"sapo"})) for sign in ("pos", "neg")),
+        *((f"vespo_{name}_{sign}", frozenset({"vespo"})) for name in ("k", "lambda") for sign in ("pos", "neg")),
+    )
 
     type: Literal["grpo"] = setting("grpo", "Group relative policy optimisation.")
     loss_type: OrOwn[PolicyLossType] = setting("grpo", "Policy-gradient loss and its average, or module:function.")
@@ -130,8 +169,33 @@ class GRPOMethod(PolicyGradientMethod):
         "group", "Standard deviation that divides advantages: the group's, the step's (batch), or none."
     )
     importance_sampling_level: Literal["token", "sequence"] | None = setting(
-        None, "Level of the ratio to the old policy; null: sequence for gspo, token for others."
+        None, "Level of the ratio to the old policy; null: sequence for gspo and luspo, token for others."
     )
+    delta: AboveZero | None = setting(
+        None, "Upper bound of the ratio where the advantage is negative (two-sided clip); null: none."
+    )
+    sapo_temperature_pos: AboveZero = setting(1.0, "Temperature of sapo's gate for advantages above 0.")
+    sapo_temperature_neg: AboveZero = setting(1.05, "Temperature of sapo's gate for other advantages.")
+    vespo_k_pos: NonNegative = setting(2.0, "Power of vespo's weight for advantages of at least 0.")
+    vespo_lambda_pos: NonNegative = setting(3.0, "Decay of vespo's weight for advantages of at least 0.")
+    vespo_k_neg: NonNegative = setting(3.0, "Power of vespo's weight for negative advantages.")
+    vespo_lambda_neg: NonNegative = setting(2.0, "Decay of vespo's weight for negative advantages.")
+    off_policy_mask_threshold: AboveZero | None = setting(
+        None, "Drift in nats per token above which bad completions leave the loss; null: none do."
+    )
+    top_entropy_quantile: Annotated[Float, Field(gt=0, le=1)] = setting(
+        1.0, "Share of tokens, those with the highest entropy, that the policy loss covers."
+    )
+    use_bias_correction_kl: bool = setting(
+        False, "Whether the KL in the loss is multiplied by the ratio, so that its gradient is unbiased."
+    )
+    use_adaptive_entropy: bool = setting(
+        False, "Whether entropy_coef changes by entropy_coef_delta a step, up while entropy is below entropy_target."
+    )
+    entropy_coef_min: NonNegative = setting(0.0, "Lower bound of entropy_coef with use_adaptive_entropy.")
+    entropy_coef_max: NonNegative = setting(1.0, "Upper bound of entropy_coef with use_adaptive_entropy.")
+    entropy_coef_delta: AboveZero = setting(0.005, "Change of entropy_coef per step with use_adaptive_entropy.")
+    entropy_target: AboveZero = setting(0.2, "Entropy in nats per token at which the bonus begins to act.")
     num_trees: Positive | None = setting(
         None, "Number of a prompt's episodes that begin anew; the others branch from turns of these; null: all."
     )
@@ -145,7 +209,7 @@ class GRPOMethod(PolicyGradientMethod):
 
     @property
     def clips(self) -> bool:
-        return self.loss_type not in PLAIN_LOSSES
+        return self.loss_type in CLIPPED_LOSSES or is_own(self.loss_type)
 
     def _check_trees(self) -> Conflicts:
         if self.num_trees is None:
@@ -175,29 +239,41 @@ class GRPOMethod(PolicyGradientMethod):
     def check(self) -> Conflicts:
         yield from super().check()
         yield from self._check_trees()
-        plain = not self.clips
-        if not self.compares_groups and self.scale_rewards != "group":
-            yield "scale_rewards", "is not read by no_baseline; leave it out"
-        if self.importance_sampling_level is not None and plain:
-            yield "importance_sampling_level", f"is not read by {self.loss_type}, which has no ratios; leave it out"
-        for name in ("epsilon", "epsilon_high"):
-            if plain and not self.is_default(name):
-                yield name, f"is not read by {self.loss_type}, which clips nothing; leave it out"
+        yield from self._check_entropy()
         if self.loss_type == "cispo" and self.epsilon_high is not None and not self.is_default("epsilon"):
             yield "epsilon", "is not read by cispo with epsilon_high, which caps the ratio; leave it out"
-        if self.importance_sampling_level == "sequence" and self.loss_type == "cispo":
-            yield "importance_sampling_level", "is sequence, but cispo has a weight for each token"
+        if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "vespo"):
+            yield "importance_sampling_level", f"is sequence, but {self.loss_type} has a weight for each token"
         if self.importance_sampling_level == "token" and self.loss_type == "gspo":
             yield (
                 "importance_sampling_level",
                 "is token, but gspo is the loss with one ratio per sequence; loss_type: grpo has one per token",
             )
-        if plain and self.updates != 1:
+        if self.delta is not None and self.delta <= 1 + (self.epsilon_high or self.epsilon):
+            yield (
+                "delta",
+                f"is {self.delta}; it bounds ratios beyond the clip range: give more than 1 + epsilon_high",
+            )
+        if self.use_bias_correction_kl and (self.beta <= 0 or self.kl_in == "reward"):
+            yield "use_bias_correction_kl", "changes the KL as a term of the loss, which this run does not have"
+        level = "" if self.importance_sampling is None else self.importance_sampling.mode.partition("_")[0]
+        if self.loss_type == "vespo" and level not in ("", "token"):
+            yield "importance_sampling", "of a completion is not read by vespo; give mode: token_truncate or token_mask"
+        if self.loss_type in get_args(PolicyLossType) and self.loss_type not in RATIO_LOSSES and self.updates != 1:
             yield (
                 "num_minibatches" if self.num_minibatches > 1 else "num_iterations",
                 f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
                 "changes of the policy between them; give 1, or another loss_type",
             )
+
+    def _check_entropy(self) -> Conflicts:
+        if self.use_adaptive_entropy:
+            if not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+                yield "entropy_coef", f"is {self.entropy_coef}, outside entropy_coef_min and entropy_coef_max"
+            return
+        for name in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
+            if not self.is_default(name):
+                yield name, "has no effect without use_adaptive_entropy; leave it out"
 
 
 class RLOOMethod(PolicyGradientMethod):

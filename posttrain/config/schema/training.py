@@ -18,6 +18,13 @@ from posttrain.config.schema.types import (
 )
 
 
+# transformers' names, but for schedules that follow a metric.
+Schedule = Literal[
+    "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay",
+]  # fmt: skip
+
+
 class TrainingConfig(Settings):
     """The optimisation."""
 
@@ -28,8 +35,9 @@ class TrainingConfig(Settings):
     learning_rate: NonNegative | None = setting(
         None, "Peak learning rate; null: the method's default for full fine-tuning or LoRA (see its page)."
     )
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = setting(
-        "cosine", "Schedule of the learning rate; constant has no warm-up."
+    lr_scheduler_type: Schedule = setting("cosine", "Schedule of the learning rate; constant has no warm-up.")
+    lr_scheduler_kwargs: dict[str, int | float | str] = setting(
+        {}, "Arguments of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1} or {num_decay_steps: 100}."
     )
     warmup_steps: NonNegative = setting(
         0.03, "Number of warm-up steps, or a share of all if below 1; offline methods start at a rate of 0."
@@ -41,8 +49,8 @@ class TrainingConfig(Settings):
     max_grad_norm: NonNegative = setting(1.0, "Maximum norm of gradients, for clipping; 0: no clipping.")
     num_train_epochs: AboveZero = setting(1.0, "Number of passes over the data.")
     max_steps: Positive | None = setting(None, "Number of steps; overrides num_train_epochs.")
-    optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = setting(
-        "adamw", "Optimizer; adamw_8bit: 8-bit moments; adamw_cpu_offload: all but the weights in CPU memory."
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload", "muon"] = setting(
+        "adamw", "Optimizer; 8bit: of the moments; cpu_offload: all but the weights; muon: for layers' matrices."
     )
     gradient_checkpointing: Literal["auto"] | bool = setting(
         "auto", "Whether to recompute activations in the backward pass: slower, less memory."
@@ -52,6 +60,8 @@ class TrainingConfig(Settings):
         steps = self.warmup_steps
         if steps >= 1 and steps != int(steps):
             yield "warmup_steps", f"is {steps}; give a share below 1, or a whole number of steps"
+        if self.lr_scheduler_kwargs and self.lr_scheduler_type in ("constant", "constant_with_warmup", "linear"):
+            yield "lr_scheduler_kwargs", f"are not read by lr_scheduler_type: {self.lr_scheduler_type}; leave them out"
 
 
 class CheckpointConfig(Settings):
