@@ -265,7 +265,7 @@ def packing(model: Path) -> dict[str, float]:
 
 
 def separate(prompt: list[int], group: list[Any]) -> list[Any]:
-    """A row for each turn of the episodes, with all that precedes it."""
+    """A row for each turn of the episodes, with all that precedes it; rows share no tokens."""
     from posttrain.batch import Example, Node
 
     rows = []
@@ -273,7 +273,8 @@ def separate(prompt: list[int], group: list[Any]) -> list[Any]:
         before = list(prompt)
         for part, sampled in parts:
             if sampled:
-                rows.append(Example((Node(before[:], children=(Node(part, True),)),), row=len(rows)))
+                trained = [False] * len(before) + [True] * len(part)
+                rows.append(Example((Node([*before, *part], trained),), row=len(rows)))
             before += part
     return rows
 
@@ -298,7 +299,8 @@ def tree(prompt: list[int], grown: list[Any], trees: int = 2) -> list[Any]:
     for number, parts in enumerate(grown):
         tokens = [token for part, _ in parts for token in part]
         trained = [sampled for part, sampled in parts for _ in part]
-        logprobs, episode = [-1.0] * sum(trained), Trajectory(prompt, [], tree=number % trees)
+        logprobs = [-1.0] * sum(trained)
+        episode = Trajectory(prompt, [], tokens, trained, logprobs, tree=number % trees)
         completions.append(
             SampledCompletion(0, tokens, logprobs, "", "stop", 0, CompletionReward(0.0), trained, episode)
         )

@@ -37,6 +37,7 @@ from posttrain.models.sharding import PARTS
 # products would leave it idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 GRADIENT_ELEMENTS = 1 << 27  # minimum elements of a chunk of logit gradients (kernels/scores.py): 256 MB in 16 bits
+SHARED = 0.75  # sources / targets; with fewer sources, equal predictions are looked for
 READ_STEP = 4 * ROWS  # the last layer computes its output for a multiple of this number of tokens
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Scorer(nn.Module):
         self.model = model
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> Scores:
-        return scores_of(self.model, scored_states(self.model, pack), pack.target_N, temperature)
+        return scores_in(pack, self.model, scored_states(self.model, pack), temperature)
 
 
 class ValueScorer(nn.Module):
@@ -91,7 +92,7 @@ class ValueScorer(nn.Module):
         """Return the scores, and the values (N, float32)."""
         hidden_N = scored_states(self.model, pack)
         value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
-        return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
+        return scores_in(pack, self.model, hidden_N, temperature), value_N
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Save model and head. `state_dict`: the model's weights, if the model is sharded (models/sharding.py)."""
@@ -195,6 +196,19 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
     tokens_SL, mask_SL = _rows(pack)
     out = _through_backbone(model, input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False)
     return out.last_hidden_state[owner, pack.position_T[index]]
+
+
+def scores_in(pack: Pack, model: nn.Module, hidden_N: torch.Tensor, temperature: float) -> Scores:
+    """Return the scores of a pack's targets. Where several sequences go through the same trained tokens, as episodes do
+    that branch, the head computes each of these once."""
+    if len(pack.read_U) > SHARED * len(pack.target_N):
+        return scores_of(model, hidden_N, pack.target_N, temperature)
+    vocabulary, index_N = len(head_of(model)[0].weight), torch.arange(len(hidden_N), device=hidden_N.device)
+    pair_P, of_N = (pack.where_N * vocabulary + pack.target_N).unique(return_inverse=True)
+    first_P = torch.empty_like(pair_P).scatter_(0, of_N, index_N)
+    once = scores_of(model, nn.functional.embedding(first_P, hidden_N), pair_P % vocabulary, temperature)
+    parts = (once.logprob_N, once.entropy_N, once.top1_N)
+    return Scores(*(nn.functional.embedding(of_N, part[:, None]).squeeze(1) for part in parts))
 
 
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:

@@ -1,6 +1,7 @@
 """The optimizer against torch's, its float32 masters, and the schedules against transformers'."""
 
 import copy
+import json
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers.optimization import get_scheduler
 
 from posttrain.base.errors import ConfigError
+from posttrain.config import load
 from posttrain.optim.update import AdamW
 from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, eight_bit_names
-from posttrain.training.loop import schedule, warmup_count
+from posttrain.training.loop import learning_rate_at, warmup_count
 
 
 def small_model():

@@ -24,7 +24,7 @@ def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
 
 def called(function: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
     """The values of a loss, called with those of the settings that it reads."""
-    return function(*inputs, **{key: settings[key] for key in keywords_of(function)})
+    return function(*inputs, **{key: settings[key] for key in keywords_of(function) & settings.keys()})
 
 
 def nll(logprob_N: Tensor) -> Tensor:

@@ -301,9 +301,10 @@ class Muon(AdamW):
             state["step"] = state.get("step", torch.zeros(())) + 1
 
     def state(self) -> dict[str, Tensor]:
-        own = {} if self._muon is None else self._muon.state
-        moments = {name: own[self.masters[name]] for name in self._names if self.masters[name] in own}
-        return super().state() | {f"{name}|{key}": value for name, state in moments.items() for key, value in state.items()}
+        tensors, own = super().state(), {} if self._muon is None else self._muon.state
+        for name in sorted(self._names):
+            tensors |= {f"{name}|{key}": value for key, value in own.get(self.masters[name], {}).items()}
+        return tensors
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
         if name not in self._names:

@@ -35,7 +35,7 @@ from posttrain.models.lora import add_lora, continues, load_lora
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
 from posttrain.optim.update import AdamW
-from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, ShardedAdamW
+from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, ShardedAdamW
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.checks import Finding
 from posttrain.runs.finding import is_inside

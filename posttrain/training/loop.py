@@ -354,7 +354,7 @@ def schedule(
     kind: str, peak: float, warmup: int, total: int, arguments: tuple[tuple[str, Any], ...] = ()
 ) -> Callable[[int], float]:
     """The factor on the learning rate at each step (0 is the first), a schedule of transformers."""
-    from transformers import get_scheduler
+    from transformers.optimization import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)  # some arguments are learning rates
     try:

@@ -17,7 +17,6 @@ from posttrain.config.schema.types import (
     Positive,
 )
 
-
 # transformers' names, but for schedules that follow a metric.
 Schedule = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
