@@ -194,7 +194,7 @@ def test_rewards_of_trl(tmp_path):
         *(("model", 1.0), ("math", 2.0), ("python", 0.5), ("overlong", 0.1))
     ]
     assert rewards[2].function == "my.rewards:brevity" and draft.settings["data.max_length"] == 4096
-    assert "the KL is not multiplied" in draft.left["use_bias_correction_kl"]
+    assert loaded(draft, tmp_path).method.use_bias_correction_kl  # TRL's default, which counts where beta is above 0
     lacking = imported(TRL.format("grpo", "--reward_funcs think_format_reward"))
     assert lacking.lacks == ["rewards is empty; give at least one, e.g. rewards: [{type: math}]"]
     assert "no reward here has this name" in lacking.left["think_format_reward"]
@@ -218,12 +218,10 @@ def test_other_values_of_trl(tmp_path):
 
 
 def test_nothing_is_dropped_silently():
-    draft = trl("dpo", "--packing --foo 3 --lr_scheduler_type polynomial --neftune_noise_alpha 5 --streaming false")
+    draft = trl("dpo", "--packing --foo 3 --lr_scheduler_type greedy --ld_alpha 0.5 --streaming false")
     assert draft.left["foo"] == "unknown to posttrain"
-    assert (
-        "examples are always packed" in draft.left["packing"] and draft.left["neftune_noise_alpha"] == "not supported"
-    )
-    assert "is 'polynomial'; it must be one of cosine" in draft.left["lr_scheduler_type"]
+    assert "examples are always packed" in draft.left["packing"] and "not supported" in draft.left["ld_alpha"]
+    assert "is 'greedy'; it must be one of cosine" in draft.left["lr_scheduler_type"]
     assert draft.left["streaming"] == "off, as here"
     end = written(draft).partition("# Not carried:\n")[2]
     assert all(end.count(name) >= 1 for name in draft.left)

@@ -248,13 +248,13 @@ def labels(own, names=(), *settings):
 
 def test_the_losses_that_fit():
     grpo = labels(GRPOMethod())
-    assert grpo[0] == "grpo" and {"dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"} < set(grpo)
+    assert grpo[0] == "grpo" and {"dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "rloo"} < set(grpo)
     assert {"grpo scale_rewards=batch", "grpo scale_rewards=none"} < set(grpo) and "ppo" not in grpo
-    assert len(grpo) == len(set(grpo)) == 12
+    assert len(grpo) == len(set(grpo)) == 15
     assert len(labels(DPOMethod())) == 22 and labels(DPOMethod(loss_type=("ipo", "sft")))[0] == "ipo+sft"
     assert labels(SimPOMethod())[0] == "simpo" and len(labels(SimPOMethod())) == 22
     assert labels(KTOMethod(loss_type="bco")) == ["bco", "kto", "apo_zero_unpaired"]
-    assert labels(SFTMethod()) == ["sft"] and len(labels(RewardMethod())) == 2
+    assert labels(SFTMethod()) == ["sft", "dft"] and len(labels(RewardMethod())) == 2
     teacher = DistillMethod(teacher="x", divergence="forward_kl")
     assert labels(teacher) == ["forward_kl", "reverse_kl", "jsd"]
     rows, left_out = variants(PPOMethod(kl_coef=0.2, cliprange=0.1), (), {})

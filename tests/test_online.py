@@ -105,7 +105,8 @@ VARIANTS = {
     **{
         loss: {"loss_type": loss}
         for loss in (
-            "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip",
+            "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "no_baseline",
+            "reinforce_with_baseline", "grpo_clip",
         )
     },
     "rloo": {"type": "rloo"},
@@ -113,7 +114,11 @@ VARIANTS = {
     "minibatches": {"num_minibatches": 2, "num_iterations": 2, "mask_truncated_completions": True},
     "kl in the reward": {"kl_in": "reward", "kl_estimator": "k1", "scale_rewards": "batch"},
     "entropy": {"entropy_coef": 0.01, "beta": 0.0, "resampling_rounds": 2, "epsilon_high": 0.3},
-    "ppo": {"type": "ppo", "num_minibatches": 2, "target_kl": 1.0},
+    "masks": {
+        "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.4, "delta": 2.0, "use_bias_correction_kl": True,
+        "importance_sampling": {"mode": "geometric_mask", "clip_min": 0.5},
+    },
+    "ppo": {"type": "ppo", "num_minibatches": 2, "target_kl": 1.0, "importance_sampling": {"mode": "sequence_mask"}},
 }  # fmt: skip
 
 
@@ -144,8 +149,12 @@ def test_packs_do_not_change_the_update(sums_home, tmp_path, method):
 
 @pytest.mark.parametrize(
     "method",
-    [{"beta": 0.05, "num_minibatches": 2, "resampling_rounds": 1}, {"type": "ppo", "target_kl": 1.0}],
-    ids=["grpo", "ppo"],
+    [
+        {"beta": 0.05, "num_minibatches": 2, "resampling_rounds": 1},
+        {"beta": 0.0, "use_adaptive_entropy": True, "entropy_target": 1.0, "top_entropy_quantile": 0.5},
+        {"type": "ppo", "target_kl": 1.0},
+    ],
+    ids=["grpo", "adaptive entropy", "ppo"],
 )
 def test_resumed_equals_uninterrupted(sums_home, tmp_path, power_cut, method):
     """Stopped after step 5, with checkpoints at every second step: weights, moments, value head, metrics to the bit."""

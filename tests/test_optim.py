@@ -14,7 +14,7 @@ from transformers.optimization import get_scheduler
 from posttrain.base.errors import ConfigError
 from posttrain.config import load
 from posttrain.optim.update import AdamW
-from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, eight_bit_names
+from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, eight_bit_names, layer_matrices
 from posttrain.training.loop import learning_rate_at, warmup_count
 
 
@@ -81,7 +81,7 @@ def offloaded(model, dtype=torch.float32, **settings):
     return AdamWCPUOffload(model, dtype, device=torch.device("cpu"), **settings)
 
 
-OPTIMIZERS = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "adamw_cpu_offload": offloaded}
+OPTIMIZERS = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "adamw_cpu_offload": offloaded, "muon": Muon}
 
 
 def large_model():
@@ -220,6 +220,42 @@ def test_8bit_equals_bitsandbytes_own_optimizer():
     weights = ours[1].weight.numel()
     assert sizes["1.weight|exp_avg"] == weights and sizes["0.weight|exp_avg"] == 4 * ours[0].weight.numel()
     assert sizes["1.weight|exp_avg_scale"] == 4 * math.ceil(weights / 256)
+
+
+def test_muon_is_torchs_for_matrices_of_layers_and_adamw_for_the_rest():
+    ours, theirs = large_model(), large_model()
+    assert layer_matrices(ours) == {"1.weight", "3.weight"}
+    optimizer = Muon(ours, weight_decay=0.1, max_grad_norm=0)
+    named = dict(theirs.named_parameters())
+    matrices = [named.pop("1.weight"), named.pop("3.weight")]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    decays = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in named.values()]
+    adamw = torch.optim.AdamW(decays, lr=1e-2)
+    for step in range(4):
+        for model in (ours, theirs):
+            backward_large(model, step)
+        optimizer.step(1e-2)
+        for reference in (muon, adamw):
+            reference.step()
+            reference.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert optimizer.updates == 4
+
+
+def test_muon_moves_a_transposed_layer_alike_and_as_far_as_adamw():
+    """GPT-2's layers have the transposed weight. An update of Muon has the size of AdamW's: 0.2 to 0.4 of the rate."""
+    torch.manual_seed(0)
+    gradient = torch.randn(48, 192)
+    moved = []
+    for shape in (gradient, gradient.T):
+        model = nn.Sequential(nn.Linear(shape.shape[1], shape.shape[0], bias=False))
+        start = model[0].weight.detach().clone()
+        model[0].weight.grad = shape.clone()
+        Muon(model, max_grad_norm=0).step(1e-2)
+        moved.append(model[0].weight.detach() - start)
+    torch.testing.assert_close(moved[0], moved[1].T, rtol=0.05, atol=1e-4)  # torch's iterations are in bfloat16
+    assert 0.1 < moved[0].square().mean().sqrt() / 1e-2 < 0.4
 
 
 def test_8bit_stays_near_adamw():

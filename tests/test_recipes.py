@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain import recipes, runner
 from posttrain.base.errors import ConfigError, PosttrainError, RunError
+from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.methods import METHODS
 from posttrain.optim.update import Objective, over_batches
+from posttrain.recipes.sft import noisy_embeddings
 from posttrain.training.best import Best, set_of
 from posttrain.training.state import State, memory_settings
 
@@ -659,3 +661,47 @@ def test_pad_token_of_a_reward_model_leaves_the_tokenizer_as_it_was(shared):
     pad = model.config.pad_token_id
     assert pad not in (None, tokenizer.eos_token_id) and tokenizer.decode([pad]) == "\ufffd"
     assert tokenizer.pad_token is None
+
+
+def test_neftune_adds_the_noise_of_transformers(scratch_model):
+    """With the noise of transformers' own hook for an example alone; in a pack each example has its own strength; an
+    evaluation has none."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    model = AutoModelForCausalLM.from_pretrained(scratch_model)
+    embedding = model.get_input_embeddings()
+    alone, both = (pack([Example((Node(ids, True),), row=0) for ids in some], 64)[0] for some in (
+        [list(range(5, 14))], [list(range(5, 14)), list(range(3))],
+    ))  # fmt: skip
+
+    def noise(packed, training=True):
+        plain = embedding(packed.tokens_T[None])
+        torch.manual_seed(3)
+        with noisy_embeddings(model.train(training), packed, 5.0):
+            return (embedding(packed.tokens_T[None]) - plain)[0]
+
+    embedding.neftune_noise_alpha = 5.0
+    torch.manual_seed(3)
+    plain = embedding(alone.tokens_T[None])
+    theirs = neftune_post_forward_hook(embedding.train(), (), plain.clone())
+    torch.testing.assert_close(noise(alone), (theirs - plain)[0])
+    assert not noise(both, training=False).any()
+    made, most = noise(both).abs(), [5 / math.sqrt(tokens * plain.shape[-1]) for tokens in (8, 2)]
+    for part, bound in zip(made.split([8, 2]), most, strict=True):
+        assert 0.9 * bound < part.max() <= bound
+    assert not (embedding(both.tokens_T[None])[0] - embedding(both.tokens_T)).any()  # the hook is gone
+
+
+def test_runs_with_dft_neftune_and_muon_resume_to_the_bit(tmp_path, shared, scratch_model, power_cut):
+    settings = dpo(shared, scratch_model, training={"optimizer": "muon", "max_steps": 4}) | {
+        "method": {"type": "sft", "loss_type": "dft", "neftune_noise_alpha": 5.0},
+        "checkpoint": {"save_steps": 2},
+    }
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = run(tmp_path / "whole", **settings)
+    with power_cut(3):
+        run(tmp_path / "cut", **settings)
+    cut = run(tmp_path / "cut", **settings, resume=True)
+    assert all(torch.equal(a, weights(cut / "final")[name]) for name, a in weights(whole / "final").items())
+    assert metrics(cut, "loss")[-2:] == metrics(whole, "loss")[-2:]

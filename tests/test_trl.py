@@ -215,8 +215,9 @@ def test_kto_equals_trl(tmp_path, shared, settings):
         assert_same_losses(ours, theirs)
 
 
-def test_sft_equals_trl(tmp_path, shared, scratch_model):
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_sft_equals_trl(tmp_path, shared, scratch_model, loss_type):
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(shared, 8 * BATCH)]
-    _, ours = train_ours(tmp_path, "sft", scratch_model, rows)
-    _, theirs = train_trl(tmp_path, "sft", scratch_model, rows, loss_type="nll")
+    _, ours = train_ours(tmp_path, "sft", scratch_model, rows, loss_type=loss_type)
+    _, theirs = train_trl(tmp_path, "sft", scratch_model, rows, loss_type=loss_type)
     assert_same_losses(ours, theirs)

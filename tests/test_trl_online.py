@@ -29,7 +29,19 @@ VARIANTS = {
         {"loss_type": "gspo", "beta": 0.0, "num_iterations": 2},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     ),
-}
+    "sapo, twice, corrected KL": (
+        {"loss_type": "sapo", "beta": 0.04, "num_iterations": 2, "use_bias_correction_kl": True},
+        {},
+    ),
+    "vespo, twice": ({"loss_type": "vespo", "beta": 0.0, "num_iterations": 2}, {}),
+    "entropy": (
+        {
+            "loss_type": "bnpo", "beta": 0.0, "use_adaptive_entropy": True, "entropy_coef": 0.05,
+            "entropy_coef_delta": 0.02, "entropy_target": 9.0, "top_entropy_quantile": 0.5,
+        },
+        {},
+    ),
+}  # fmt: skip
 
 
 def letters(completions, **_columns) -> list[float]:

@@ -34,6 +34,14 @@ def nll(logprob_N: Tensor) -> Tensor:
     return -logprob_N
 
 
+def dft(logprob_N: Tensor) -> Tensor:
+    """−p log p with p detached [N]: each token's loss is weighted by its probability. DFT, arXiv 2508.05629, eq. 9.
+
+    The gradient of −log p has a factor 1 / p, which makes unlikely targets outweigh all others; this removes it.
+    """
+    return nll(logprob_N) * logprob_N.detach().exp()
+
+
 def smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
     """−(1 − ε) log σ(x) − ε log σ(−x), ε = `label_smoothing`: the loss if a label is wrong with probability ε."""
     return -(1 - label_smoothing) * F.logsigmoid(logit_P) - label_smoothing * F.logsigmoid(-logit_P)

@@ -170,9 +170,13 @@ class AdamWCPUOffload(AdamW):
         super().forget()
 
 
+def _embeddings(model: nn.Module) -> set[nn.Parameter]:
+    return {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+
+
 def eight_bit_names(model: nn.Module) -> set[str]:
     """Return the names of trained parameters with 8-bit moments: large tensors except embeddings."""
-    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    embeddings = _embeddings(model)
     return {
         name
         for name, p in model.named_parameters()
@@ -264,10 +268,11 @@ class AdamW8bit(AdamW):
 def layer_matrices(model: nn.Module) -> set[str]:
     """The names of the trained 2-D weights of layers, which have the layer's number in their names: not embeddings, the
     head, vectors or the stacked weights of experts."""
+    embeddings = _embeddings(model)
     return {
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and p.ndim == 2 and re.search(r"\.\d+\.", name) is not None
+        if p.requires_grad and p.ndim == 2 and re.search(r"(^|\.)\d+\.", name) and p not in embeddings
     }
 
 

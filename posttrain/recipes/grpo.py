@@ -123,6 +123,7 @@ class PolicyGradientLoss:
             minibatch,
         )
         self.entropy_coef = entropy_coef(models.method, models.state.memory)
+        self.top_share = 1.0 if step.top_R is None else step.top_R[step.in_loss_R].float().mean()
         length_S = step.rollout.length_S
         self.counts = Counts(
             sequences=minibatch.counted,
@@ -161,7 +162,7 @@ class PolicyGradientLoss:
             kept_N = off_policy_kept(new_N, sampler_N, advantage_N, *where, threshold=threshold)
             loss_N, metrics["off_policy_ratio"] = loss_N * kept_N, (~kept_N).sum() / tokens
         if step.top_R is not None:
-            loss_N, bonus_N = loss_N * step.top_R[at_N], bonus_N * step.top_R[at_N]
+            loss_N, bonus_N = loss_N * step.top_R[at_N], bonus_N * step.top_R[at_N] / self.top_share
         if step.reference_R is not None:
             kl_N = kl_penalty(scores.logprob_N, step.reference_R[at_N], estimator=method.kl_estimator)
             metrics["kl"] = kl_N.detach().sum() / tokens

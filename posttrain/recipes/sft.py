@@ -4,15 +4,22 @@
 
 N counts the targets of the complete step, so packing and gradient accumulation do not change the loss. If messages have
 loss weights, every target has its message's weight, and N is the sum of the weights over the complete step.
-Tokenisation determines which tokens are targets (the completion, assistant turns or all). `loss_type` may name a user's
-function from the log-probabilities to the losses of the tokens.
+Tokenisation determines which tokens are targets (the completion, assistant turns or all). `loss_type` names a function
+from the log-probabilities to the losses of the tokens: nll, dft, or a user's.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack
 from posttrain.config import SFTMethod
 from posttrain.data import Prepared
-from posttrain.losses import global_mean, nll
+from posttrain.losses import dft, global_mean, nll
 from posttrain.losses.own import own_token_loss
+from posttrain.models.families import base_of
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
@@ -32,14 +39,16 @@ def train(job: Job, data: Prepared) -> Loop:
 def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
     """A function from a batch of examples to its packs and loss."""
     job, scorer, named = models.job, models.scorer, models.method.loss_type
-    loss_of = nll if named == "nll" else own_token_loss(named)
+    loss_of = {"nll": nll, "dft": dft}.get(named) or own_token_loss(named)
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
         targets = sum(len(p.target_N) if p.weight_N is None else float(p.weight_N.double().sum()) for p in packs)
 
         def share(pack: Pack):
-            scores = scorer(pack.to(job.device))
+            pack = pack.to(job.device)
+            with noisy_embeddings(scorer.model, pack, models.method.neftune_noise_alpha):
+                scores = scorer(pack)
             weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)
             loss = global_mean(loss_of(scores.logprob_N), targets, weight_N)
             return loss, {
@@ -50,3 +59,28 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
         return packs, Objective(share, targets)
 
     return objective_of
+
+
+@contextmanager
+def noisy_embeddings(model: nn.Module, pack: Pack, alpha: float | None) -> Iterator[None]:
+    """In training, add uniform noise of at most α / √(L D) to a pack's embeddings, with L the tokens of an example and
+    D the embedding's size. NEFTune, arXiv 2310.05914, algorithm 1. Nothing is added in an evaluation."""
+    if alpha is None or not model.training:
+        yield
+        return
+
+    def add(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
+        rows, columns, size = embedded.shape
+        if rows == 1:
+            starts = torch.tensor([*pack.tree_start, columns], device=embedded.device)
+            length = starts.diff().repeat_interleave(starts.diff())[None]
+        else:  # a model that takes rows, one per sequence
+            length = pack.seen_ST().sum(1)[:, None]
+        strength = alpha / (length.double() * size).sqrt()
+        return embedded + torch.empty_like(embedded).uniform_(-1.0, 1.0) * strength[..., None].to(embedded)
+
+    hook = base_of(model).get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -11,7 +11,7 @@ PreferenceLoss = Literal[
     "sigmoid", "hinge", "ipo", "kto_pair", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 ]  # fmt: skip
-TokenLoss = Literal["nll"]
+TokenLoss = Literal["nll", "dft"]
 UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -39,7 +39,12 @@ class SFTMethod(MethodSettings):
     headline = "loss"
 
     type: Literal["sft"] = setting("sft", "Supervised fine-tuning.")
-    loss_type: OrOwn[TokenLoss] = setting("nll", "Loss of a token: its negative log-likelihood, or module:function.")
+    loss_type: OrOwn[TokenLoss] = setting(
+        "nll", "Loss of a token: nll, dft (weighted by the token's probability) or module:function."
+    )
+    neftune_noise_alpha: AboveZero | None = setting(
+        None, "Strength of uniform noise on the embeddings in training, usually 5 (NEFTune); null: none."
+    )
     completion_only_loss: bool | None = setting(
         None, "Whether to train only on the completion; null: if the data has a prompt."
     )
@@ -48,6 +53,10 @@ class SFTMethod(MethodSettings):
     @property
     def loss_name(self) -> str:
         return "sft" if self.loss_type == "nll" else self.loss_type
+
+    @classmethod
+    def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
+        return [("sft", {"loss_type": "nll"}), ("dft", {"loss_type": "dft"})]
 
     def check(self) -> Conflicts:
         if self.completion_only_loss and self.assistant_only_loss:
