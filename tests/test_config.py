@@ -319,7 +319,8 @@ def test_every_setting_is_read_by_the_code_outside_the_configuration():
         calls = [
             n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"
         ]
-        return read | {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
+        keywords = {arg.arg for n in nodes if isinstance(n, ast.FunctionDef) for arg in n.args.kwonlyargs}  # of losses
+        return read | keywords | {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
 
     trees = {path.relative_to(ROOT).parts: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
     read = set().union(*(attributes(tree) for parts, tree in trees.items() if parts[0] not in ("config", "cli")))

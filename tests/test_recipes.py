@@ -22,6 +22,7 @@ from posttrain.config import load
 from posttrain.config.schema.methods import METHODS
 from posttrain.optim.update import Objective, over_batches
 from posttrain.recipes.sft import noisy_embeddings
+from posttrain.scoring import Scorer
 from posttrain.training.best import Best, set_of
 from posttrain.training.state import State, memory_settings
 
@@ -677,7 +678,7 @@ def test_neftune_adds_the_noise_of_transformers(scratch_model):
     def noise(packed, training=True):
         plain = embedding(packed.tokens_T[None])
         torch.manual_seed(3)
-        with noisy_embeddings(model.train(training), packed, 5.0):
+        with noisy_embeddings(Scorer(model.train(training)), packed, 5.0):
             return (embedding(packed.tokens_T[None]) - plain)[0]
 
     embedding.neftune_noise_alpha = 5.0

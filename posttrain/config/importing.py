@@ -115,12 +115,8 @@ def _losses(draft: Draft) -> None:
     if share := draft.take("pref_ftx", "rpo_alpha"):
         draft.put("method.loss_type", [draft.take("loss_type", "pref_loss") or "sigmoid", "sft"])
         draft.put("method.loss_weights", [1.0, share], comment="of the two losses")
-    if draft.method != "grpo":
-        return
-    if draft.rest.get("beta"):
-        draft.rest.setdefault("use_bias_correction_kl", True)
-    if draft.rest.get("use_vllm"):
-        draft.rest.setdefault("vllm_importance_sampling_mode", "sequence_mask")
+    if draft.method == "grpo" and draft.rest.get("beta"):
+        draft.rest.setdefault("use_bias_correction_kl", True)  # TRL's default
 
 
 def _rewards(draft: Draft) -> None:

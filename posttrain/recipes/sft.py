@@ -47,7 +47,7 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
 
         def share(pack: Pack):
             pack = pack.to(job.device)
-            with noisy_embeddings(scorer.model, pack, models.method.neftune_noise_alpha):
+            with noisy_embeddings(scorer, pack, models.method.neftune_noise_alpha):
                 scores = scorer(pack)
             weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)
             loss = global_mean(loss_of(scores.logprob_N), targets, weight_N)
@@ -62,10 +62,10 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
 
 
 @contextmanager
-def noisy_embeddings(model: nn.Module, pack: Pack, alpha: float | None) -> Iterator[None]:
+def noisy_embeddings(scorer: Scorer, pack: Pack, alpha: float | None) -> Iterator[None]:
     """In training, add uniform noise of at most α / √(L D) to a pack's embeddings, with L the tokens of an example and
     D the embedding's size. NEFTune, arXiv 2310.05914, algorithm 1. Nothing is added in an evaluation."""
-    if alpha is None or not model.training:
+    if alpha is None or not scorer.model.training:
         yield
         return
 
@@ -79,7 +79,7 @@ def noisy_embeddings(model: nn.Module, pack: Pack, alpha: float | None) -> Itera
         strength = alpha / (length.double() * size).sqrt()
         return embedded + torch.empty_like(embedded).uniform_(-1.0, 1.0) * strength[..., None].to(embedded)
 
-    hook = base_of(model).get_input_embeddings().register_forward_hook(add)
+    hook = base_of(scorer.model).get_input_embeddings().register_forward_hook(add)
     try:
         yield
     finally:
