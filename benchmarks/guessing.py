@@ -1,7 +1,7 @@
-"""A task of several turns: find a number from 1 to 15, of which is said whether it is higher or lower.
+"""A task of several turns: find a number from 1 to 7, of which is said whether it is higher or lower.
 
-The model is trained on games in which every second guess ignores what was said. So at the start it needs about twice as
-many guesses as bisection, which reinforcement learning teaches it.
+The model is trained on games in which every second guess ignores what was said. So at the start it needs 1.4 to 1.5
+times as many guesses as bisection. Reinforcement learning teaches it to keep to what was said and to halve.
 """
 
 import json
@@ -18,7 +18,7 @@ import posttrain
 from benchmarks.calculator import make_tokenizer, put_start, write
 from posttrain.environments.guess import Guess
 
-HIGH = 15
+HIGH = 7
 MOST = 12  # guesses
 OPTIMAL = fmean(number.bit_length() for number in range(1, HIGH + 1))  # of bisection: 1 secret takes 1, 2 take 2, …
 WITHIN = 1.2  # of the optimal number of guesses
@@ -67,7 +67,7 @@ def teach(folder: Path, seed: int, games: list[list[dict[str, Any]]]) -> Path:
         "name": "taught", "output_dir": str(folder), "model": str(folder / "start"), "devices": {"type": "cpu"},
         "method": {"type": "sft", "assistant_only_loss": True}, "seed": seed,
         "data": {"source": str(folder / "games.jsonl"), "max_length": 256, "validation": None},
-        "training": {"batch_size": 32, "tokens_per_pack": 4096, "max_steps": 500, "learning_rate": 3e-3},
+        "training": {"batch_size": 32, "tokens_per_pack": 4096, "max_steps": 800, "learning_rate": 3e-3},
         "evaluation": {"eval_steps": -1},
     }  # fmt: skip
     (folder / "taught.json").write_text(json.dumps(settings))

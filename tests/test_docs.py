@@ -494,6 +494,14 @@ def test_commands_in_passing_exist(page, monkeypatch, capsys):
             flags_exist([word for word in words if word != "--help"], run)
 
 
+def test_the_page_of_methods_names_every_method_and_loss():
+    page = set(re.findall(r"\w+", (ROOT / "docs/methods.md").read_text(encoding="utf-8")))
+    for name, method in METHODS.items():
+        losses = getattr(method.model_fields.get("loss_type") or method.model_fields.get("divergence"), "annotation", None)
+        known = {name, *re.findall(r"'(\w+)'", str(losses))}
+        assert known <= page, f"docs/methods.md lacks {', '.join(sorted(known - page))}"
+
+
 def test_something_was_found():
     found = [words for page in PAGES for words in commands(page)]
     assert len([words for words in found if posttrain_arguments(words) is not None]) > 25
