@@ -66,7 +66,7 @@ def test_what_sample_is_not_given_is_asked_for(stories, tmp_path, capsys):
         assert main(["sample", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert main(["sample", str(tmp_path), "p.jsonl"]) == 1
-    assert "contains no model (config.json), and is not a run" in capsys.readouterr().err
+    assert "contains no model (config.json), and is not a run; it has " in capsys.readouterr().err
 
 
 def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path, monkeypatch, capsys):

@@ -1,12 +1,12 @@
 """Types of values: numbers in a range, strings of a form, and the short form of a list."""
 
 import re
-from os.path import expanduser
 from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator
 
+from posttrain.base.files import final_model
 from posttrain.base.terminal import CONTROLS
 
 
@@ -32,7 +32,7 @@ Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], OneOrMore]
-ModelPath = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
+ModelPath = Annotated[Text, AfterValidator(final_model)]  # a hub id, a folder, or a run, which means its final model
 
 
 class OnOff:
