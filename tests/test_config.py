@@ -437,6 +437,19 @@ def test_home_folders_are_meant_by_their_short_name(monkeypatch):
     assert (config.models[0].path, config.method.ref_model) == ("/home/me/tiny", "/home/me/other")
 
 
+def test_short_forms_of_the_data_and_of_rewards(write):
+    write({"a.yaml": "model: m\nmethod: grpo\ndata: {max_length: 640}\n"})
+    mine = {"type": "python", "function": "my_rewards:right"}
+    config = load("a.yaml", ["rewards=[my_rewards:right, sub/my.py:good, math]"], {"data": "rows.jsonl"}).config
+    assert (config.data.source, config.data.max_length) == ("rows.jsonl", 640), "merged with the other settings"
+    assert [reward.type for reward in config.rewards] == ["python", "python", "math"]
+    assert config.rewards[1].function == "sub/my.py:good"
+    for rewards in ("my_rewards:right", [mine], mine):
+        same = load({"model": "m", "method": "grpo", "data": ["a.jsonl", "b.jsonl"], "rewards": rewards}).config
+        assert same.rewards[0].model_dump(include=mine) == mine
+        assert [entry.source for entry in same.data.source] == ["a.jsonl", "b.jsonl"]
+
+
 def test_a_run_stands_for_its_final_model_wherever_a_model_is_named(tmp_path, monkeypatch):
     """The settings record the model's own folder; a model's folder and a hub id stay as they are."""
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ from transformers.utils import get_json_schema
 
 from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders, table_beside
-from posttrain.base.functions import find_function
+from posttrain.base.functions import as_module, find_function
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.grading.process import Deadlines, Template, worker_environment
@@ -331,5 +331,4 @@ def _module_name(name: str) -> str:
         return BUILT_IN[name]
     if ":" not in name:
         raise RewardError(f"{name!r} is neither FILE.py:CLASS nor a built-in environment ({', '.join(BUILT_IN)})")
-    file, colon, attribute = name.rpartition(":")
-    return f"{file.removesuffix('.py').replace(os.sep, '.')}{colon}{attribute}"
+    return as_module(name)

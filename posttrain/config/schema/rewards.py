@@ -1,13 +1,13 @@
 """The `rewards:` list of an online run: each entry's type, weight and settings. Does not import torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
+from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.judge import ScoreSettings
-from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text
+from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text, is_own
 
 RuleName = Literal[
     "match_format_exactly", "match_format_approximately", "check_answer", "check_numbers", "math", "gsm8k",
@@ -79,7 +79,9 @@ class PythonReward(RewardTerm):
     """A user-defined function."""
 
     type: Literal["python"] = Field(description="A Python function.")
-    function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="The function, as module:function.")
+    function: Annotated[str, Field(pattern=FUNCTION)] = Field(
+        description="The function, as module:function or FILE.py:FUNCTION."
+    )
     timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = setting(
         None, "Timeout of a call in seconds, after which its completions receive no reward."
     )
@@ -93,10 +95,17 @@ class JudgeReward(RewardTerm, ScoreSettings):
     strip_thinking: bool = setting(False, "Whether to score only what follows the last </think>.")
 
 
+def _from_name(value: Any) -> Any:
+    """A function of the user's, `module:function`, as a python reward; the name of a type as a mapping with it."""
+    if isinstance(value, str):
+        return {"type": "python", "function": value} if is_own(value) else {"type": value}
+    return value
+
+
 Reward = Annotated[
     RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward | JudgeReward,
     Field(discriminator="type"),
-    from_text("type"),
+    BeforeValidator(_from_name),
 ]
 
 

@@ -46,14 +46,14 @@ LINE = rf"^[^{CONTROLS}]+$"
 FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
 WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
 PERCENTILE = r"^p([1-9]\d?|100)$"
-FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FUNCTION = r"^([A-Za-z_][\w.]*|[\w./-]+\.py):[A-Za-z_]\w*$"
 EVAL_METRIC = rf"^(auto|eval_[^{CONTROLS}]+)$"
 PATTERNS = {
     LINE: "without control characters",
     FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
     WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
-    FUNCTION: "such as module:function",
+    FUNCTION: "such as module:function or FILE.py:FUNCTION",
     EVAL_METRIC: "that begins with eval_ or is auto",
 }
 
