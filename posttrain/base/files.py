@@ -51,17 +51,10 @@ def final_model(path: str) -> str:
 
 def without_model(folder: Path) -> str:
     """What a folder without a model has instead, as the end of an error message."""
-    found = (file.parent for levels in ("*", "*/*", "*/*/*") for file in folder.glob(f"{levels}/run.json"))
-    runs = [
-        run for run in found if not LEFTOVER.fullmatch(run.name) and "/." not in str(run.relative_to(folder.parent))
-    ]
-    if runs:
-        newest = max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
-        return f"contains no model, but {counted(len(runs), 'run')}: name one, such as {newest}"
     if (folder / "run.json").is_file():
-        saved = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
-        named = f", or name a checkpoint, such as {saved[-1]}" if saved else ""
-        return f"is a run without a final model: finish it with --resume{named}"
+        return "is a run without a final model: finish it with --resume, or name the folder of a checkpoint"
+    if runs := sorted(folder.glob("*/run.json")) or sorted(folder.glob("*/*/run.json")):
+        return f"contains no model, but {counted(len(runs), 'run')}: name one, such as {runs[-1].parent}"
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     return f"contains no model (config.json), and is not a run; it has {names}"
 

@@ -227,11 +227,7 @@ def _unknown_flag(typed: str, declared: set[str]) -> str:
 
 
 def _with_flags(hint: str, declared: set[str]) -> str:
-    """A hint that names the command's flags instead of settings: `write model.dtype: bfloat16` as `write --dtype
-    bfloat16`."""
-
-    def flag(found: re.Match[str]) -> str:
-        short = short_names().get(found["path"])
-        return found[0] if short not in declared else f"--{short}{' ' * bool(found['colon'])}"
-
-    return re.sub(r"(?P<path>[a-z_]+(?:\.\w+)+|(?<=write )[a-z_]+)(?P<colon>: )?", flag, hint)
+    """A hint with the command's flags for settings: `write model.dtype: bfloat16` as `write --dtype bfloat16`."""
+    flags = {path: f"--{short}" for path, short in short_names().items() if short in declared}
+    name = r"([a-z_]+(?:\.\w+)+|(?<=write )[a-z_]+)(: )?"
+    return re.sub(name, lambda at: flags[at[1]] + " " * bool(at[2]) if at[1] in flags else at[0], hint)

@@ -64,12 +64,7 @@ def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
 
     Raises UsageError with the messages that a settings file would get.
     """
-
-    values = {
-        "rewards": [
-            parse_value(text, "--reward").values["value"] if text.lstrip().startswith("{") else text for text in texts
-        ]
-    }
+    values = {"rewards": [parse_value(text, "--reward").values["value"] for text in texts]}
     try:
         return _Rewards.model_validate(values).rewards
     except ValidationError as error:

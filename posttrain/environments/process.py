@@ -327,8 +327,6 @@ def _found(name: str) -> Callable[..., Any]:
 
 def _module_name(name: str) -> str:
     """`my.py:Env` as `my:Env`, and the class of a name of BUILT_IN."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" not in name:
+    if ":" not in name and name not in BUILT_IN:
         raise RewardError(f"{name!r} is neither FILE.py:CLASS nor a built-in environment ({', '.join(BUILT_IN)})")
-    return as_module(name)
+    return BUILT_IN.get(name) or as_module(name)

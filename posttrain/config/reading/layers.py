@@ -202,7 +202,7 @@ def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> Non
             indexed.append((path, value, where))
             continue
         prefix = tuple(path)
-        origins: dict[KeyPath, str] = {prefix: where} | ({prefix[:1]: where} if path[0] == "model" else {})
+        origins: dict[KeyPath, str] = dict.fromkeys([prefix, *([("model",)] if path[0] == "model" else [])], where)
         origins |= {(*prefix, *inner[1:]): where for inner in tree.origins}
         for part in reversed(path):
             value = {part: value}

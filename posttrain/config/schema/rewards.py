@@ -1,11 +1,11 @@
 """The `rewards:` list of an online run: each entry's type, weight and settings. Does not import torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from posttrain.config.schema.base import Conflicts, Settings, setting
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text, is_own
 
@@ -95,17 +95,12 @@ class JudgeReward(RewardTerm, ScoreSettings):
     strip_thinking: bool = setting(False, "Whether to score only what follows the last </think>.")
 
 
-def _from_name(value: Any) -> Any:
-    """A function of the user's, `module:function`, as a python reward; the name of a type as a mapping with it."""
-    if isinstance(value, str):
-        return {"type": "python", "function": value} if is_own(value) else {"type": value}
-    return value
-
-
 Reward = Annotated[
     RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward | JudgeReward,
     Field(discriminator="type"),
-    BeforeValidator(_from_name),
+    from_text("type"),
+    # called before `from_text`, because it stands after it
+    BeforeValidator(lambda value: {"type": "python", "function": value} if is_own(value) else value),
 ]
 
 
