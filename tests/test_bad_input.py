@@ -235,7 +235,7 @@ def test_missing_models(refused, copied, tmp_path, verb):
         (tmp_path / "runs" / run / saved).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / run / "run.json").write_text("{}")
     error = refused("model.path=runs/both", *arguments, verb=verb)
-    assert "model runs/both: contains no model, but 2 runs: name one, such as runs/both/sft" in error
+    assert "model runs/both: contains no model, but 1 run: name one, such as runs/both/sft" in error
     error = refused("model.path=runs/both/dpo", *arguments, verb=verb)
     assert "model runs/both/dpo: is a run without a final model: finish it with --resume, or name the folder" in error
     (tmp_path / "runs/alpaca-lora").mkdir(parents=True, exist_ok=True)

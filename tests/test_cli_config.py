@@ -244,6 +244,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["train", "good.yaml", "--max-step", "1"], 2, "there is no flag --max-step; did you mean --max-steps?"),
         (["train", "good.yaml", "--lr", "1"], 2, "there is no flag --lr; write --learning-rate"),
         (["train", "good.yaml", "--max-steps"], 2, "--max-steps needs a value"),
+        (["plan", "data", "rows.jsonl"], 1, "data is a setting, not a file or preset: write data=VALUE"),
         (["plan", "model.path", "gpt2"], 1, "model.path is a setting, not a file or preset: write model.path=VALUE"),
         (["train", "--model", "gpt2", "--method", "sft", "--date", "2026-01-01"], 1, "error: data.source is missing"),
         (["train", "good.yaml", "--no-shuffle=true"], 2, "--no-shuffle takes no value"),

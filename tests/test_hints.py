@@ -87,6 +87,8 @@ def test_a_wrong_flag_gets_its_hint(flag, message):
         ("--lora_rank", "write --lora-r"),
         ("--model_name", "--model_name is a flag of another system: write --model; --model-name is model.name"),
         ("--model.lora.rank", "write --lora-r"),
+        ("--per_device_train_batch_size", "write --batch-size: the examples (pairs, prompts) of a step"),
+        ("--test_problems", "write --validation {source: problems.jsonl}"),
         ("--packing", "--tokens-per-pack is the size of a pack"),
         ("--clip-ratio", "write --epsilon (ppo: --cliprange)"),
         ("--reward_funcs", "write --rewards, e.g. [{type: math}"),

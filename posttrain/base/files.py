@@ -53,8 +53,8 @@ def without_model(folder: Path) -> str:
     """What a folder without a model has instead, as the end of an error message."""
     if (folder / "run.json").is_file():
         return "is a run without a final model: finish it with --resume, or name the folder of a checkpoint"
-    if runs := sorted(folder.glob("*/run.json")) or sorted(folder.glob("*/*/run.json")):
-        return f"contains no model, but {counted(len(runs), 'run')}: name one, such as {runs[-1].parent}"
+    if finals := sorted(folder.glob("*/final")) or sorted(folder.glob("*/*/final")):
+        return f"contains no model, but {counted(len(finals), 'run')}: name one, such as {finals[-1].parent}"
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     return f"contains no model (config.json), and is not a run; it has {names}"
 

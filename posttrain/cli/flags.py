@@ -229,5 +229,5 @@ def _unknown_flag(typed: str, declared: set[str]) -> str:
 def _with_flags(hint: str, declared: set[str]) -> str:
     """A hint with the command's flags for settings: `write model.dtype: bfloat16` as `write --dtype bfloat16`."""
     flags = {path: f"--{short}" for path, short in short_names().items() if short in declared}
-    name = r"([a-z_]+(?:\.\w+)+|(?<=write )[a-z_]+)(: )?"
+    name = r"([a-z_]+(?:\.\w+)+|(?<=write )[a-z_]+)(: (?=[\w-]+([;,]|$)|[{\[]))?"
     return re.sub(name, lambda at: flags[at[1]] + " " * bool(at[2]) if at[1] in flags else at[0], hint)

@@ -124,8 +124,7 @@ def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> d
 
 
 def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
-    """Expand the short forms of a layer: a string for a model, method, reward or the data, aliases, `ipo`, empty
-    sections."""
+    """Expand the short forms of a layer: a string for a model, a method or the data, one reward, aliases, `ipo`."""
     values, origins = dict(layer.values), dict(layer.origins)
     if "model" in values and "models" in values:
         raise ConfigError(f"{origins.get(('models',), 'settings')}: both model and models are given; keep one")

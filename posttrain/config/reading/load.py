@@ -259,7 +259,7 @@ def find(source: Path | str) -> Path:
         return preset
     if path.is_dir():
         raise ConfigError(f"{source} is a folder; give a YAML or JSON file in it, or a preset")
-    if str(source) in {setting.path for setting in all_settings()}:
+    if any(f"{setting.path}.".startswith(f"{source}.") for setting in all_settings()):
         raise ConfigError(f"{source} is a setting, not a file or preset: write {source}=VALUE")
     beside = [p for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".json")]
     stems = {p.stem: str(p) for p in beside} | {name: name for name in preset_names()}
