@@ -51,6 +51,12 @@ def test_a_mapping_a_file_and_checked_settings_are_the_same(settings, tmp_path):
     assert again == first and again.config.training.max_steps == 2 and again.metric("no such") == ([], [])
     with pytest.raises(RunError, match="has logged no los; did you mean loss"):
         again.metric("los")
+    further = posttrain.train(settings, overrides=["name=further", f"model={first.folder}"])
+    assert further.config.models[0].path == str(first.folder / "final")
+    started = json.loads((further.folder / "run.json").read_text())["provenance"]["models"]["models.0.path"]
+    assert started["path"] == str(first.folder / "final")
+    longer = posttrain.train(settings, overrides=["name=further", f"model={first.folder}"], resume=True)
+    assert longer == further
     longer = posttrain.train(settings, overrides=["name=first", "training.max_steps=3"], resume=True)
     assert longer.results["steps"] == 3 and [path.name for path in longer.checkpoints][-1] == "checkpoint-3"
 

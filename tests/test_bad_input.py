@@ -228,9 +228,16 @@ def test_missing_models(refused, copied, tmp_path, verb):
     assert "model no/such/folder: no such folder" in refused("model.path=no/such/folder", verb=verb)
     arguments = ("--overwrite",) if verb == "train" else ()
     error = refused("model.path=./empty", *arguments, verb=verb)
-    assert "model ./empty: the folder has no config.json (it has nothing)" in error
+    assert "model ./empty: contains no model (config.json), and is not a run; it has nothing" in error
     error = refused("model.path=Qwen/Qwen3-0.6B", *arguments, verb=verb)
     assert "model Qwen/Qwen3-0.6B: is neither a folder nor in the local hub cache" in error
+    for run, saved in (("both/sft", "final"), ("both/dpo", "checkpoint-2")):
+        (tmp_path / "runs" / run / saved).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / run / "run.json").write_text("{}")
+    error = refused("model.path=runs/both", *arguments, verb=verb)
+    assert "model runs/both: contains no model, but 1 run: name one, such as runs/both/sft" in error
+    error = refused("model.path=runs/both/dpo", *arguments, verb=verb)
+    assert "model runs/both/dpo: is a run without a final model: finish it with --resume, or name the folder" in error
     (tmp_path / "runs/alpaca-lora").mkdir(parents=True, exist_ok=True)
     assert "did you mean the run runs/alpaca-lora?" in refused("model.path=alpaca-lora", *arguments, verb=verb)
     assert "did you mean ./empty?" in refused("model.path=./empt", *arguments, verb=verb).replace(

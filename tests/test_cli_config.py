@@ -242,8 +242,11 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["train", "god.yaml"], 1, "there is no file or preset god.yaml; did you mean good.yaml?"),
         (["train", "good.yaml", "training.max_step=1"], 1, "did you mean training.max_steps?"),
         (["train", "good.yaml", "--max-step", "1"], 2, "there is no flag --max-step; did you mean --max-steps?"),
-        (["train", "good.yaml", "--lr", "1"], 2, "there is no flag --lr; write training.learning_rate"),
+        (["train", "good.yaml", "--lr", "1"], 2, "there is no flag --lr; write --learning-rate"),
         (["train", "good.yaml", "--max-steps"], 2, "--max-steps needs a value"),
+        (["plan", "data", "rows.jsonl"], 1, "data is a setting, not a file or preset: write data=VALUE"),
+        (["plan", "model.path", "gpt2"], 1, "model.path is a setting, not a file or preset: write model.path=VALUE"),
+        (["train", "--model", "gpt2", "--method", "sft", "--date", "2026-01-01"], 1, "error: data.source is missing"),
         (["train", "good.yaml", "--no-shuffle=true"], 2, "--no-shuffle takes no value"),
         (["train", "good.yaml", "--max-steps", "many"], 1, "--max-steps: training.max_steps is 'many'"),
         (["train", "good.yaml", "--training.max_steps=many"], 1, "--training.max_steps: training.max_steps is 'many'"),
@@ -259,7 +262,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["grpo"], 2, "write posttrain train --method grpo"),
         (["xyzzy"], 2, "posttrain --help lists all commands"),
         (["eval", "m", "generation.temperature=0.5", "--suite", "gsm8k"], 2, "write --temperature 0.5"),
-        (["train", "good.yaml", "model.lora.rank=8"], 1, "model.lora.rank is not a setting; model.lora has r, alpha"),
+        (["train", "good.yaml", "model.lora.depth=8"], 1, "model.lora.depth is not a setting; model.lora has r, alpha"),
     ],
 )
 def test_mistakes_are_one_message_without_a_stack_trace(run, args, status, message):

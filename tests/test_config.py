@@ -438,6 +438,41 @@ def test_home_folders_are_meant_by_their_short_name(monkeypatch):
     assert (config.models[0].path, config.method.ref_model) == ("/home/me/tiny", "/home/me/other")
 
 
+def test_short_forms_of_the_data_and_of_rewards(write):
+    write({"a.yaml": "model: m\nmethod: grpo\ndata: {max_length: 640}\n"})
+    mine = {"type": "python", "function": "my_rewards:right"}
+    config = load("a.yaml", ["rewards=[my_rewards:right, sub/my.py:good, math]"], {"data": "rows.jsonl"}).config
+    assert (config.data.source, config.data.max_length) == ("rows.jsonl", 640), "merged with the other settings"
+    assert [reward.type for reward in config.rewards] == ["python", "python", "math"]
+    assert config.rewards[1].function == "sub/my.py:good"
+    for rewards in ("my_rewards:right", [mine], mine):
+        same = load({"model": "m", "method": "grpo", "data": ["a.jsonl", "b.jsonl"], "rewards": rewards}).config
+        assert same.rewards[0].model_dump(include=mine) == mine
+        assert [entry.source for entry in same.data.source] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_run_stands_for_its_final_model_wherever_a_model_is_named(tmp_path, monkeypatch):
+    """The settings record the model's own folder; a model's folder and a hub id stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/sft/final", "runs/open", "model/final"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "model/config.json").write_text("{}")
+    rewards = f"rewards=[{{type: model, path: {tmp_path}/runs/sft/}}]"
+    config = load(
+        None, ["model=runs/sft", "data.source=x", "method={type: grpo, ref_model: ./runs/sft}", rewards]
+    ).config
+    assert (config.models[0].path, config.method.ref_model) == ("runs/sft/final", "./runs/sft/final")
+    assert config.rewards[0].path == f"{tmp_path}/runs/sft/final" and config.models[0].folder_name == "sft"
+    assert load(
+        None, ["model=a", "data.source=x", "method={type: distill, teacher: runs/sft}"]
+    ).config.method.teacher == ("runs/sft/final")
+    for path in ("model", "runs/open", "owner/name"):
+        assert load({"model": path, "data": {"source": "x"}, "method": "sft"}).config.models[0].path == path
+    assert load(None, (), {"model.path": "runs/sft", "data.source": "x", "method": "sft"}).config == (
+        load({"model": "runs/sft/final", "data": {"source": "x"}, "method": "sft"}).config
+    )
+
+
 def test_sources_of_a_mixture_by_name_alone():
     config = load(None, ["model=m", "method=sft", "data.source=[a.jsonl, {source: b.jsonl, weight: 2}]"]).config
     assert [(part.source, part.weight) for part in config.data.source] == [("a.jsonl", 1), ("b.jsonl", 2)]

@@ -144,6 +144,7 @@ def test_wrong_data_settings(tmp_path, data, message):
     ("reward", "message"),
     [
         ("maths", "rewards.0 is 'maths'; did you mean math? it must be one of match_format_exactly, "),
+        ("my rewards:x", "judge, a function FILE.py:FUNCTION, or a mapping with type and its settings"),
         (3, "rewards.0 is 3; it must be one of match_format_exactly, "),
         (None, "rewards.0 is null; it must be one of match_format_exactly, "),
         ({"type": "maths"}, "rewards.0.type is 'maths'; did you mean math?"),
@@ -321,6 +322,7 @@ def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):
         ("model: [gpt2\n", "not valid YAML"),
         ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that"),
         ("data:\n  source: x\n training: 1\n", "is the line indented like its neighbours?"),
+        ("model: {lora: {rank: 8}}\n", "model.lora.rank is not a setting; write model.lora.r"),
         ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is also given and is not a mapping"),
         (
             "model: !!python/object/apply:os.system [ls]\n",
@@ -328,8 +330,11 @@ def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):
         ),
         ("model: !load x\n", "a.yaml:1: the YAML tag !load is refused"),
         ("seed: !!int abc\n", "a.yaml:1: 'abc' is not a !!int"),
-        ("- a\n- b\n", "a.yaml contains a list; it must be a mapping"),
-        ("just text\n", "a.yaml contains a string; it must be a mapping"),
+        (
+            "- a\n- b\n",
+            "a.yaml contains a list, but must be a mapping of settings; a file of rows is given with --data",
+        ),
+        ("just text\n", "a.yaml contains a string, but must be a mapping"),
         ("a: &a {<<: *a}\n", "not"),
         ("base: &b {x: 1}\nmodel: {<<: *b}\n", "a.yaml:2: `<<` is not supported; use `extends: other.yaml`"),
         ("a: &a [*a]\n", "a.yaml"),

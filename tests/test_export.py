@@ -224,6 +224,18 @@ def test_nothing_is_overwritten_without_the_flag_and_nothing_foreign_with_it(scr
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
 
 
+def test_stages_of_the_same_name_are_not_exported_over_one_another(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("exports/dpo").mkdir(parents=True)
+    Path("exports/dpo/export.json").write_text("that of runs/one/dpo")
+    shutil.copytree(run, "runs/two/dpo")
+    with pytest.raises(
+        RunError, match=r"exports/dpo exists: replace it with --overwrite, or give another folder with --o"
+    ):
+        export("runs/two/dpo", ExportOptions(), CPU, print)
+    assert Path("exports/dpo/export.json").read_text() == "that of runs/one/dpo"
+
+
 def test_a_full_disk(scratch_model, tmp_path, monkeypatch):
     """At the start, and in the middle of writing."""
     with monkeypatch.context() as patch:

@@ -79,6 +79,27 @@ def test_a_wrong_flag_gets_its_hint(flag, message):
         plain([flag, "old.yaml"], {"skip"})
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--lr", "write --learning-rate"),
+        ("--bf16", "write --dtype bfloat16"),
+        ("--lora_rank", "write --lora-r"),
+        ("--model_name", "--model_name is a flag of another system: write --model; --model-name is model.name"),
+        ("--model.lora.rank", "write --lora-r"),
+        ("--per_device_train_batch_size", "write --batch-size: the examples (pairs, prompts) of a step"),
+        ("--test_problems", "write --validation {source: problems.jsonl}"),
+        ("--packing", "--tokens-per-pack is the size of a pack"),
+        ("--clip-ratio", "write --epsilon (ppo: --cliprange)"),
+        ("--reward_funcs", "write --rewards, e.g. [{type: math}"),
+        ("--datas", "did you mean --data?"),
+    ],
+)
+def test_the_hint_for_a_flag_names_flags(flag, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        plain([flag, "old.yaml"], set(short_names().values()))
+
+
 def test_the_name_of_an_argument_is_no_flag(capsys):
     assert main(["train", "--config", "old.yaml"]) == 2
     assert "there is no flag --config; give the file without a flag: posttrain train FILE" in capsys.readouterr().err
@@ -134,9 +155,9 @@ def test_all_unknown_flags_are_told_at_once(capsys):
     assert main(["train", *line]) == 2
     told = capsys.readouterr().err
     for flag, what in {
-        "--model_name_or_path": "write model.path",
-        "--dataset_name": "write data.source",
-        "--group_size": "write method.num_generations",
+        "--model_name_or_path": "write --model",
+        "--dataset_name": "write --source",
+        "--group_size": "write --num-generations",
         "--max-step": "did you mean --max-steps?",
     }.items():
         assert f"there is no flag {flag}; {what}" in " ".join(told.split())

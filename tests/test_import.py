@@ -545,7 +545,7 @@ def test_text_of_the_source_stays_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
-        ("- a\n- b\n", "x.yaml", "x.yaml contains a list; it must be a mapping"),
+        ("- a\n- b\n", "x.yaml", "x.yaml contains a list, but must be a mapping"),
         ("a: [\n", "x.yaml", "x.yaml:2: not valid YAML"),
         ("stage: dpo\nstage: sft\n", "x.yaml", "x.yaml:2: stage is given twice, first on line 1"),
         (

@@ -226,7 +226,7 @@ def test_lost_files_are_reported_and_a_damaged_database_is_named(sums_home, tmp_
     assert "rollouts.sqlite cannot be read: file is not a database" in capsys.readouterr().err
 
 
-def test_a_signal_while_completions_are_drawn(sums_home, tmp_path, monkeypatch):
+def test_a_signal_while_completions_are_drawn(sums_home, tmp_path, monkeypatch, caplog):
     """The step is given up, a checkpoint of the one before it saved, and the resumed run is the uninterrupted one."""
     training = {"max_steps": 4}
     train(sums_home, tmp_path / "whole", {}, training=training)
@@ -241,6 +241,7 @@ def test_a_signal_while_completions_are_drawn(sums_home, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         train(sums_home, tmp_path / "broken", {}, training=training)
     assert (tmp_path / "broken/run/checkpoint-2").is_dir()
+    assert "stopping: step 3 is still sampling, so it is abandoned" in caplog.text
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)
     train(sums_home, tmp_path / "broken", {}, training=training, resume=True)
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")

@@ -418,6 +418,12 @@ def test_functions_of_the_program_that_calls(tmp_path, monkeypatch):
                 python.find_function("signals:handling")  # of our package's folder
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"), raising=False)
     assert python.find_function("of_the_program:short")(completions=["a"]) == [1.0]
+    assert python.find_function("./of_the_program.py:short") is python.find_function("of_the_program:short")
+    (tmp_path / "of_a_folder").mkdir()
+    (tmp_path / "of_a_folder/deep.py").write_text("def deep(completions):\n    return [2.0]\n")
+    assert python.find_function("of_a_folder/deep.py:deep")(completions=["a"]) == [2.0]
+    with pytest.raises(RewardError, match="there is no module of_no_file"):
+        python.find_function("of_no_file.py:short")
 
 
 NOTING = """

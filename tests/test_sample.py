@@ -59,14 +59,14 @@ def test_what_sample_is_not_given_is_asked_for(stories, tmp_path, capsys):
         (["owner/name"], "is not a folder, and a hub model has no run"),
         ([stories, "p.jsonl", "--temperature", "1,hot"], "--temperature is 'hot'; it must be a number of 0 or more"),
         ([stories, "p.jsonl", "--top-p", "2"], "--top-p is 2.0; it must be"),
-        ([stories, "p.jsonl", "--reward", "nope"], "--reward nope: rewards.0.type is 'nope'; it must be one of match"),
+        ([stories, "p.jsonl", "--reward", "nope"], "--reward nope: rewards.0 is 'nope'; it must be one of match"),
         ([stories, "p.jsonl", "--reward", "mathh"], "did you mean math?"),
         ([stories, "p.jsonl", "--stage", "grpo"], "has no stage of that name"),
     ):
         assert main(["sample", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert main(["sample", str(tmp_path), "p.jsonl"]) == 1
-    assert "contains no model (config.json), and is not a run" in capsys.readouterr().err
+    assert "contains no model (config.json), and is not a run; it has " in capsys.readouterr().err
 
 
 def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path, monkeypatch, capsys):

@@ -33,7 +33,9 @@ def test_logprobs_equal_transformers(tmp_path, shared, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     model = shared / "models/stories260K"
-    assert main(["score", str(model), str(file), "--template", "none"]) == 0
+    shutil.copytree(model, tmp_path / "run/final")
+    for path in (model, tmp_path / "run"):
+        assert main(["score", str(path), str(file), "--template", "none", "--overwrite"]) == 0
     print(capsys.readouterr().out)
     out = read(tmp_path / "rows.jsonl.scored.jsonl")
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)

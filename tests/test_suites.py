@@ -145,6 +145,23 @@ def test_a_wrong_suite(name, settings, said):
         with_settings(find_suite(name), settings)
 
 
+def test_rows_given_as_a_suite_and_suites_whose_rows_are_not_here(stories, tmp_path, capsys):
+    (tmp_path / "rows.json").write_text('[{"question": "1 + 1"}]')
+    with pytest.raises(
+        ConfigError, match="contains a list, but must be a mapping of settings; a file of rows is given "
+    ):
+        find_suite(str(tmp_path / "rows.json"))
+    for name in ("gsm8k", "mmlu"):  # rows, and rows by a function
+        suite = with_settings(find_suite(name), {"source": "nobody/nothing"})
+        with pytest.raises(
+            DataError, match=rf"(?s)suite {name}: nobody/nothing is not.*or give its rows as a file, with"
+        ):
+            load_items(suite)
+    output = str(tmp_path / "e")
+    assert main(["eval", str(stories), "--suite", "hh", "--data", "nobody/nothing", "--output", output]) == 1
+    assert "or give its rows as a file, with --data FILE" in capsys.readouterr().err
+
+
 def test_rows_of_another_kind_are_refused(shared, tmp_path):
     with pytest.raises(DataError, match=r"(?s)1,319 of 1,319 rows .* cannot be asked.*has no instruction"):
         load_items(with_settings(find_suite("alpaca_eval"), {"source": str(shared / "data/gsm8k/test.jsonl")}))

@@ -19,6 +19,7 @@ from typing import Any
 
 from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.base.system import sync
+from posttrain.base.words import counted
 
 
 def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
@@ -34,6 +35,28 @@ def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
             raise error(f"{text[:60]}… is too long for the name of a file or folder") from problem
         raise error(f"{text} cannot be read: {problem.strerror}") from problem
     return path
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder contains a model or an adapter."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def final_model(path: str) -> str:
+    """The path of a model as users write it, with `~` expanded; of a run folder, that of its final model."""
+    path = expanduser(path)
+    final = os.path.join(path, "final")
+    return final if os.path.isdir(final) and not is_model(Path(path)) else path
+
+
+def without_model(folder: Path) -> str:
+    """What a folder without a model has instead, as the end of an error message."""
+    if (folder / "run.json").is_file():
+        return "is a run without a final model: finish it with --resume, or name the folder of a checkpoint"
+    if finals := sorted(folder.glob("*/final")) or sorted(folder.glob("*/*/final")):
+        return f"contains no model, but {counted(len(finals), 'run')}: name one, such as {finals[-1].parent}"
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    return f"contains no model (config.json), and is not a run; it has {names}"
 
 
 def default_cache() -> Path:

@@ -35,8 +35,14 @@ def give(functions: Sequence[Callable[..., Any]]) -> list[str]:
     return names
 
 
+def as_module(name: str) -> str:
+    """`folder/my.py:function` as `folder.my:function`; any other name unchanged."""
+    file, colon, attribute = name.rpartition(":")
+    return f"{'.'.join(Path(file[:-3]).parts)}{colon}{attribute}" if file.endswith(".py") else name
+
+
 def find_function(name: str) -> Callable[..., Any]:
-    """Find the function `module:function` in a user's Python file. Raises RewardError if there is none.
+    """Find `module:function` or `FILE.py:function` in a user's Python file. Raises RewardError if there is none.
 
     The file must be in the current folder, or next to the user's script or a settings file that was read. Settings may
     come from strangers, so functions of Python itself and of installed packages are rejected, unless an entry point of
@@ -46,6 +52,7 @@ def find_function(name: str) -> Callable[..., Any]:
         if name not in _given:
             raise RewardError(f"{name} was given to the Python API in memory: give the function again, as rewards=[…]")
         return _given[name]
+    name = as_module(name)
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")

@@ -1,5 +1,6 @@
 """Every setting as a flag, generated from the schema: `--max-steps 200`, or in full `--training.max-steps 200`."""
 
+import re
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import cache
@@ -50,7 +51,10 @@ def _by_path() -> dict[str, list[Setting]]:
 def _spellings() -> dict[str, str]:
     """Every accepted spelling of a setting's flag -> the declared spelling."""
     names = short_names()
-    return {path.replace("_", "-"): short for path, short in names.items()} | {short: short for short in names.values()}
+    spelt = {path.replace("_", "-"): short for path, short in names.items()} | {
+        short: short for short in names.values()
+    }
+    return spelt | {"data": names["data.source"]}
 
 
 @cache
@@ -156,7 +160,7 @@ def plain(
             if not equals and rest and not rest[0].startswith("-"):
                 rest.pop(0)  # its value
             continue
-        _refuse_foreign(typed, name)
+        _refuse_foreign(typed, name, declared)
         if spelt is not None:
             spelt[name] = typed
         if name in _switches():
@@ -205,18 +209,25 @@ def _is_folder_name(text: str) -> bool:
     return Path(text).is_dir() or "/" in text or text.startswith("checkpoint-")
 
 
-def _refuse_foreign(typed: str, name: str) -> None:
+def _refuse_foreign(typed: str, name: str, declared: set[str]) -> None:
     """Raise UsageError for a flag spelt with `_` that has another meaning in another system."""
     message = hint(typed) if "_" in typed else None
     path = next((path for path, short in short_names().items() if short == name), None)
     if message is not None and path is not None and path not in message:
-        raise UsageError(f"--{typed} is a flag of another system: {message}; --{name} is {path}")
+        raise UsageError(f"--{typed} is a flag of another system: {_with_flags(message, declared)}; --{name} is {path}")
 
 
 def _unknown_flag(typed: str, declared: set[str]) -> str:
-    key = typed.rpartition(".")[2].replace("-", "_")
-    message = hint(key) or hint(key.removeprefix("no_"))
+    path = typed.replace("-", "_").split(".")
+    message = hint(path[-1]) or hint(path[-1].removeprefix("no_")) or hint("_".join(path[-2:]))
     if message is not None:
-        return f"there is no flag --{typed}; {message}"
+        return f"there is no flag --{typed}; {_with_flags(message, declared)}"
     near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.7)
     return f"there is no flag --{typed}" + (f"; did you mean --{near[0]}?" if near else "; see --help")
+
+
+def _with_flags(hint: str, declared: set[str]) -> str:
+    """A hint with the command's flags for settings: `write model.dtype: bfloat16` as `write --dtype bfloat16`."""
+    flags = {path: f"--{short}" for path, short in short_names().items() if short in declared}
+    name = r"([a-z_]+(?:\.\w+)+|(?<=write )[a-z_]+)(: (?=[\w-]+([;,]|$)|[{\[]))?"
+    return re.sub(name, lambda at: flags[at[1]] + " " * bool(at[2]) if at[1] in flags else at[0], hint)

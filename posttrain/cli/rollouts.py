@@ -46,7 +46,7 @@ def rollouts(
     the least rewarded one (pairs), or every one with a label (kto: above the prompt's mean, or above --above).
 
         posttrain rollouts runs/grpo --to sft --best 2 --above 0.5 --output best.jsonl
-        posttrain train --method sft --model runs/grpo/final --source best.jsonl
+        posttrain train --method sft --model runs/grpo --source best.jsonl
     """
     from posttrain.runs.receipt import step_receipt
     from posttrain.runs.stored_rollouts import StoredRun

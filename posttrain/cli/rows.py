@@ -24,7 +24,7 @@ from posttrain.config.options import (
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
-from posttrain.runs.finding import newest_model
+from posttrain.runs.finding import locate_model
 
 
 def sample(
@@ -46,7 +46,7 @@ def sample(
     problems with stop tokens, begin tokens and tags.
     """
     folder = _folder(model, options.stage)
-    path = str(newest_model(folder)) if folder.is_dir() else model
+    path = locate_model(str(folder))[0]
     settings = _settings(model, folder, options.config, options.stage)
     if settings is None and file is None:
         what = "is not part of a run" if folder.is_dir() else "is not a folder, and a hub model has no run"
@@ -153,7 +153,7 @@ def _number(text: str | float) -> str | float:
 
 def score(
     model: Annotated[
-        str, typer.Argument(help="Hub id or folder: a causal model, a reward model, or a LoRA adapter of one.")
+        str, typer.Argument(help="Hub id or folder: a causal model, a reward model, a LoRA adapter, a run.")
     ],
     file: Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")],
     output: Annotated[Path | None, Flag("File to write; default: FILE.scored.jsonl.", "-o")] = None,
@@ -174,7 +174,7 @@ def score(
     """
     devices = devices_from_flag(device)
     overrides = [f"data.max_length={max_length}", f"data.format={format}", "data.overlong=error", "data.shuffle=false"]
-    flags = {"model.path": model, "model.dtype": dtype, "method.type": "sft", "data.source": str(file)}
+    flags = {"model.path": locate_model(model)[0], "model.dtype": dtype, "method.type": "sft", "data.source": str(file)}
     flags |= {"training.tokens_per_pack": max(tokens_per_pack, 2 * max_length)}
     config = load(None, overrides, flags).config
     with quick_imports():
@@ -221,7 +221,7 @@ def grade(
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Hub id or folder: a causal model, or a LoRA adapter of one.")],
+    model: Annotated[str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a run.")],
     file: Annotated[
         Path, typer.Argument(help="Prompts, as rows of any format: JSONL, JSON, CSV or Parquet; also .gz.")
     ],
@@ -232,7 +232,7 @@ def generate(
     Rows keep their order and fields; `completions` is added, each with `text`, `token_ids`, `logprobs` (under the
     sampling distribution) and `finish_reason` (stop or length).
     """
-    model_settings = from_flags(ModelConfig, options, path=model)
+    model_settings = from_flags(ModelConfig, options, path=locate_model(model)[0])
     rollout = from_flags(RolloutConfig, options)
     devices = devices_from_flag(options.device)
     default = "chat" if options.chat_template_kwargs else "none"

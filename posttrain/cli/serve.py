@@ -14,6 +14,7 @@ import typer
 
 from posttrain.base.child import end_with_parent
 from posttrain.base.errors import PosttrainError, UsageError
+from posttrain.base.files import final_model
 from posttrain.base.imports import need, quick_imports
 from posttrain.base.options import Flag, values_of
 from posttrain.base.system import is_loopback
@@ -39,7 +40,7 @@ def serve(
     name an adapter; any other name means the model itself.
 
         posttrain serve runs/sft
-        posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
+        posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft --reward-model runs/reward
         posttrain serve runs/sft --record agent --config grpo.yaml
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
@@ -84,12 +85,12 @@ def _adapters(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, _, folder = text.partition("=")
         if not name or not folder:
-            raise UsageError(f"--adapter {text}: write NAME=FOLDER, such as sft=runs/sft/final")
+            raise UsageError(f"--adapter {text}: write NAME=FOLDER, such as sft=runs/sft")
         if name in folders:
             raise UsageError(f"--adapter names {name} twice")
         if not Path(folder).is_dir():
             raise UsageError(f"--adapter {text}: there is no folder {folder}")
-        folders[name] = folder
+        folders[name] = final_model(folder)
     return folders
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -64,13 +64,7 @@ def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
 
     Raises UsageError with the messages that a settings file would get.
     """
-
-    def settings_of(text: str) -> Any:
-        if text.lstrip().startswith("{"):
-            return parse_value(text, "--reward").values["value"]
-        return {"type": "python", "function": text} if ":" in text else {"type": text}
-
-    values = {"rewards": [settings_of(text) for text in texts]}
+    values = {"rewards": [parse_value(text, "--reward").values["value"] for text in texts]}
     try:
         return _Rewards.model_validate(values).rewards
     except ValidationError as error:

@@ -156,6 +156,7 @@ def json_schema() -> dict[str, Any]:
     description = "The model to train: a hub id, a folder, or its settings."
     properties["model"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/ModelConfig"}], "description": description}
     properties["models"]["items"] = properties["model"]
+    properties["data"]["anyOf"] = [{"type": ["string", "array"]}, {"$ref": properties["data"].pop("$ref")}]
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         "description": "File or preset that this file extends, or a list of them.",

@@ -141,7 +141,7 @@ class SkyRL:
 
         make: Any = partial(skyrl_gym.make, self._name)
         if ":" in self._name:
-            make = find_function(self._name.replace(".py:", ":"))
+            make = find_function(self._name)
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self._environment = make(env_config=_Config(self._config), extras=row)
         messages, _ = self._environment.init([dict(message) for message in given])

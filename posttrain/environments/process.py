@@ -23,7 +23,7 @@ from transformers.utils import get_json_schema
 
 from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders, table_beside
-from posttrain.base.functions import find_function
+from posttrain.base.functions import as_module, find_function
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.grading.process import Deadlines, Template, worker_environment
@@ -327,9 +327,6 @@ def _found(name: str) -> Callable[..., Any]:
 
 def _module_name(name: str) -> str:
     """`my.py:Env` as `my:Env`, and the class of a name of BUILT_IN."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" not in name:
+    if ":" not in name and name not in BUILT_IN:
         raise RewardError(f"{name!r} is neither FILE.py:CLASS nor a built-in environment ({', '.join(BUILT_IN)})")
-    file, colon, attribute = name.rpartition(":")
-    return f"{file.removesuffix('.py').replace(os.sep, '.')}{colon}{attribute}"
+    return BUILT_IN.get(name) or as_module(name)

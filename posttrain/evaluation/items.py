@@ -112,11 +112,15 @@ def pair_text(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) 
 
 def records_of(suite: SuiteConfig, split: str) -> Iterator[Record]:
     """The rows of a suite's source, readable or not."""
-    if suite.rows is None:
-        yield from open_source(suite.source, split, None, 0, lambda working, answer: working).read()
-        return
     try:
+        if suite.rows is None:
+            yield from open_source(suite.source, split, None, 0, lambda working, answer: working).read()
+            return
         rows = call_function(suite.rows, suite.source, split)
+    except DataError as error:
+        if path_of(suite.source).exists():
+            raise
+        raise DataError(f"suite {suite.name}: {error}; or give its rows as a file, with --data FILE") from error
     except RewardError as error:
         raise DataError(f"suite {suite.name}: rows: {error}") from error
     if not isinstance(rows, Iterable):

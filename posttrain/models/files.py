@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from posttrain.base.errors import ModelError, WeightsError
-from posttrain.base.files import near
+from posttrain.base.files import near, without_model
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.words import first_line
 from posttrain.config.schema.model import ModelConfig
@@ -159,8 +159,7 @@ def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         raise ModelError(f"model {path}: no such folder{near(folder)}")
     described = ("config.json",) if part in ("config.json", "weights") else DESCRIPTIONS
     if folder.is_dir() and not any((folder / name).is_file() for name in described):
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"model {path}: the folder has no config.json (it has {names})")
+        raise ModelError(f"model {path}: {without_model(folder)}")
     if not folder.is_dir():
         stay_offline_without_network()
     try:

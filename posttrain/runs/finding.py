@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from posttrain.base.errors import RunError
-from posttrain.base.files import LEFTOVER
+from posttrain.base.files import LEFTOVER, final_model, is_model, without_model
 from posttrain.base.terminal import CONTROLS, escaped
 from posttrain.base.words import SAVED, counted, model_name
 from posttrain.runs.checkpoint import newest_complete
@@ -88,21 +88,12 @@ def size_of(folder: Path) -> int:
 def newest_model(folder: Path) -> Path:
     """The folder itself if it contains a model; for a run, its final model, otherwise its newest checkpoint. Raises
     RunError if there is none."""
-    if is_model(folder):
-        return folder
-    if (folder / "final").is_dir():
-        return folder / "final"
+    final = Path(final_model(str(folder)))
+    if final != folder or is_model(folder):
+        return final
     if not (folder / RUN_FILE).is_file():
-        if below := runs_below(folder):
-            which = f"{counted(len(below), 'run')}: name one, such as {below[-1]}"
-            raise RunError(f"{folder} contains no model, but {which}")
-        raise RunError(f"{folder} contains no model (config.json), and is not a run")
+        raise RunError(f"{folder} {without_model(folder)}")
     return newest_complete(folder)[0]
-
-
-def is_model(folder: Path) -> bool:
-    """Whether a folder contains a model or an adapter."""
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def locate_model(model: str) -> tuple[str, str, Path]:

@@ -362,11 +362,11 @@ class Interruption:
                 yield
                 return_free_pages()
         except GivenUpError:
-            self.abandon("" if evaluating else "takes too long to finish")
+            self.abandon("" if evaluating else "is still sampling")
 
     def abandon(self, why: str = "") -> None:
         """Leave a step or an evaluation unfinished, and save a checkpoint of the last finished step."""
         if why:
-            log.warning("step %d %s: it is abandoned", self._saver.boundary.state.step + 1, why)
+            log.warning("stopping: step %d %s, so it is abandoned", self._saver.boundary.state.step + 1, why)
         self._saver.save_finished()
         self._stop.leave_if_requested()

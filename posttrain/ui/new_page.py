@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.base.errors import ConfigError
+from posttrain.base.files import is_model
 from posttrain.config import RunConfig, load
 from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, settings_in
 from posttrain.config.reading.files import parse_value, write_yaml
@@ -20,7 +21,6 @@ from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, entr
 from posttrain.config.schema.datasets import known_sets
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.reports.markup import Markup, el, join, link, message
-from posttrain.runs.finding import is_model
 from posttrain.ui.commands import CONFIGS, Launch
 from posttrain.ui.parts import SHOW, Query, act, address, choice
 from posttrain.ui.run_page import launched

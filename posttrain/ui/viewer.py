@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from posttrain.base.errors import PosttrainError, message_of
-from posttrain.base.files import default_cache
+from posttrain.base.files import default_cache, is_model
 from posttrain.base.words import counted
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare
@@ -22,7 +22,6 @@ from posttrain.reports.markup import Markup, el, message
 from posttrain.reports.series import Series, sparkline
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import is_model
 from posttrain.runs.folder import NOTES
 from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.metrics import headline_metrics

@@ -18,7 +18,7 @@ from posttrain.config.schema.run import RunConfig
 MISSING: dict[KeyPath, str] = {
     ("models",): "; name one, e.g. `model: openai-community/gpt2`",
     ("method",): f"; choose one of {', '.join(METHOD_NAMES)}, e.g. `method: sft`",
-    ("data",): "; set the data to train on, e.g. `data: {source: rows.jsonl}`",
+    ("data",): "; set the data to train on, e.g. `data: rows.jsonl`",
     ("data", "source"): "; give a hub id, a file or a folder",
 }
 
@@ -98,7 +98,8 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
             yield (*path, *keys), message
     elif kinds and not isinstance(whole, dict):
         meant = did_you_mean(whole, kinds) if isinstance(whole, str) else f"it must be one of {', '.join(kinds)}"
-        yield path, f"is {show(whole)}; {meant}, or a mapping with type and its settings"
+        own = " a function FILE.py:FUNCTION," if "python" in kinds else ""
+        yield path, f"is {show(whole)}; {meant},{own} or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
         value = whole.get("type")
         yield (*path, "type"), "is missing" if value is None else f"is {show(value)}; {did_you_mean(value, kinds)}"
@@ -143,7 +144,7 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
         start = f"is not a setting of {node.get('type') if isinstance(node, dict) else None}"
         if owners := [name for name, cls in METHODS.items() if key in cls.model_fields]:
             return f"{start}, but of {', '.join(owners)}"
-    if message := hint(key):
+    if message := hint(key) or hint("_".join(map(str, path[-2:]))):
         return f"{start}; {message}"
     known = known_paths()
     meant = known.get(key) or [f"{prefix}{name}" for name in get_close_matches(key, here, n=1, cutoff=0.6)]

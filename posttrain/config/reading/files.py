@@ -131,11 +131,10 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def parse_settings(text: str, name: str, is_json: bool = False) -> Tree:
     """Read settings from the text of a YAML or JSON file. Raises ConfigError as `read_settings` does."""
-    if is_json:
-        return _read_json(text, name)
-    tree = _Reader(name).read(text)
+    tree = _read_json(text, name) if is_json else _Reader(name).read(text)
     if not isinstance(tree.values, dict):
-        raise ConfigError(f"{name} contains a {_kind(tree.values)}; it must be a mapping such as `method: sft`")
+        what = "must be a mapping of settings; a file of rows is given with --data"
+        raise ConfigError(f"{name} contains a {_kind(tree.values)}, but {what}")
     return tree
 
 
@@ -169,8 +168,6 @@ def _read_json(text: str, name: str) -> Tree:
         raise ConfigError(f"{name}:{error.lineno}: not valid JSON at column {error.colno}: {error.msg}") from error
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{name}: not usable JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f'{name} contains a {_kind(values)}; it must be a mapping such as {{"method": "sft"}}')
     # JSON is YAML except for tabs between tokens (in a JSON string a tab is \t), so the YAML reader finds the lines.
     return Tree(values, _Reader(name).read(text.replace("\t", " ")).origins)
 

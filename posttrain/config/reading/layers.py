@@ -124,7 +124,7 @@ def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> d
 
 
 def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
-    """Expand the short forms of a layer: a string for a model or method, aliases, `ipo`, empty sections."""
+    """Expand the short forms of a layer: a string for a model, a method or the data, one reward, aliases, `ipo`."""
     values, origins = dict(layer.values), dict(layer.origins)
     if "model" in values and "models" in values:
         raise ConfigError(f"{origins.get(('models',), 'settings')}: both model and models are given; keep one")
@@ -133,8 +133,11 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
             del values[section]  # a heading with all its settings commented out
     if "model" in values:
         values["model"] = _spell_out_model(values["model"], ("model",), origins, notes)
-    if isinstance(values.get("models"), str | dict):
-        values["models"] = [values["models"]]
+    for name in ("models", "rewards"):
+        if isinstance(values.get(name), str | dict):
+            values[name] = [values[name]]
+    if isinstance(values.get("data"), str | list):
+        values["data"] = {"source": values["data"]}
     if isinstance(values.get("models"), list):
         values["models"] = [
             _spell_out_model(model, ("models", index), origins, notes) for index, model in enumerate(values["models"])
@@ -198,7 +201,7 @@ def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> Non
             indexed.append((path, value, where))
             continue
         prefix = tuple(path)
-        origins: dict[KeyPath, str] = {prefix[:n]: where for n in range(1, len(prefix) + 1)}
+        origins: dict[KeyPath, str] = dict.fromkeys([prefix, *([("model",)] if path[0] == "model" else [])], where)
         origins |= {(*prefix, *inner[1:]): where for inner in tree.origins}
         for part in reversed(path):
             value = {part: value}

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from posttrain.base.errors import ConfigError
 from posttrain.base.files import MOST_DEPTH, path_of
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
+from posttrain.config.reading.fields import all_settings
 from posttrain.config.reading.files import Tree, read_settings, value_at, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import ALIASES, Layers, override
@@ -258,6 +259,8 @@ def find(source: Path | str) -> Path:
         return preset
     if path.is_dir():
         raise ConfigError(f"{source} is a folder; give a YAML or JSON file in it, or a preset")
+    if any(f"{setting.path}.".startswith(f"{source}.") for setting in all_settings()):
+        raise ConfigError(f"{source} is a setting, not a file or preset: write {source}=VALUE")
     beside = [p for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".json")]
     stems = {p.stem: str(p) for p in beside} | {name: name for name in preset_names()}
     near = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.6)]

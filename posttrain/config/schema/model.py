@@ -30,7 +30,7 @@ class LoraConfig(Settings):
 class ModelConfig(Settings):
     """A model to train."""
 
-    path: ModelPath = Field(description="Hub id or folder of the model.")
+    path: ModelPath = Field(description="Hub id or folder of the model, or a run, which means its final model.")
     name: FolderName | None = setting(
         None, "Name for folders; null: the last part of the path, or the run that saved the model."
     )

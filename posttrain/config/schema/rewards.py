@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.judge import ScoreSettings
-from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text
+from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text, is_own
 
 RuleName = Literal[
     "match_format_exactly", "match_format_approximately", "check_answer", "check_numbers", "math", "gsm8k",
@@ -79,7 +79,9 @@ class PythonReward(RewardTerm):
     """A user-defined function."""
 
     type: Literal["python"] = Field(description="A Python function.")
-    function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="The function, as module:function.")
+    function: Annotated[str, Field(pattern=FUNCTION)] = Field(
+        description="The function, as module:function or FILE.py:FUNCTION."
+    )
     timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = setting(
         None, "Timeout of a call in seconds, after which its completions receive no reward."
     )
@@ -97,6 +99,8 @@ Reward = Annotated[
     RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward | JudgeReward,
     Field(discriminator="type"),
     from_text("type"),
+    # called before `from_text`, because it stands after it
+    BeforeValidator(lambda value: {"type": "python", "function": value} if is_own(value) else value),
 ]
 
 

@@ -1,12 +1,12 @@
 """Types of values: numbers in a range, strings of a form, and the short form of a list."""
 
 import re
-from os.path import expanduser
 from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator
 
+from posttrain.base.files import final_model
 from posttrain.base.terminal import CONTROLS
 
 
@@ -32,7 +32,7 @@ Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], OneOrMore]
-ModelPath = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
+ModelPath = Annotated[Text, AfterValidator(final_model)]  # a hub id, a folder, or a run, which means its final model
 
 
 class OnOff:
@@ -46,14 +46,14 @@ LINE = rf"^[^{CONTROLS}]+$"
 FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
 WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
 PERCENTILE = r"^p([1-9]\d?|100)$"
-FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+FUNCTION = r"^([A-Za-z_][\w.]*|[\w./-]+\.py):[A-Za-z_]\w*$"
 EVAL_METRIC = rf"^(auto|eval_[^{CONTROLS}]+)$"
 PATTERNS = {
     LINE: "without control characters",
     FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
     WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
-    FUNCTION: "such as module:function",
+    FUNCTION: "such as module:function or FILE.py:FUNCTION",
     EVAL_METRIC: "that begins with eval_ or is auto",
 }
 
