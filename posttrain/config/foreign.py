@@ -254,14 +254,13 @@ def _source(draft: Draft, entry: Any) -> str:
 
 
 def _llama_factory(draft: Draft) -> Iterator[Entry]:
-    folder, beside = Path(str(draft.take("dataset_dir") or "data")), Path(draft.source.name).parent
+    given, beside = draft.take("dataset_dir"), Path(draft.source.name).parent
+    folders = [Path(str(given or "data")), beside / str(given or "data"), *([] if given else [beside])]
     most = draft.whole("max_samples")
-    file = next((f for at in (folder, beside / folder, beside) if (f := at / "dataset_info.json").is_file()), None)
+    file = next((file for folder in folders if (file := folder / "dataset_info.json").is_file()), None)
     infos = read_settings(file).values if file else {}
     names = draft.take("dataset") or []
     for name in map(str.strip, map(str, names) if isinstance(names, list) else str(names).split(",")):
-        if file and name not in infos:
-            raise ConfigError(f"{file} has no data set {name}; it has {', '.join(infos)}")
         info, source = infos.get(name, {}), name
         if not all(isinstance(part, dict) for part in (info, info.get("columns", {}), info.get("tags", {}))):
             raise ConfigError(f"{file}: {name} must be a mapping, with columns and tags that are mappings")
@@ -269,10 +268,15 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
             source = "/".join(filter(None, (info["hf_hub_url"], info.get("subset"))))
         elif file and "file_name" in info:
             source = str(file.parent / info["file_name"])
+        elif file:
+            known = "says neither the file nor the hub id of" if info else "has no data set"
+            draft.left[f"dataset {name}"] = f"{file.resolve()} {known} {name}; it has {', '.join(infos)}"
         else:
-            draft.left[f"dataset {name}"] = f"no dataset_info.json in {folder} or {beside} says its file or hub id"
+            where = " or ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+            draft.left[f"dataset {name}"] = f"no dataset_info.json in {where} says its file or hub id"
         rows = min(filter(None, (info.get("num_samples"), most)), default=None)
-        yield {"source": source, "split": info.get("split"), "max_rows": rows} | _layout(draft, info)
+        layout = _layout(draft, info) if info else {}
+        yield {"source": source, "split": info.get("split"), "max_rows": rows} | layout
         if strange := set(info.get("tags", {}).values()) - set(table("llama-factory")["tags"].split()):
             words = ", ".join(sorted(strange))
             draft.left[f"tags of {name}"] = f"{words}: rename them in the data, e.g. to role, content, user"
