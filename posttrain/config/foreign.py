@@ -203,12 +203,11 @@ def lay_data(draft: Draft) -> None:
     entries = [
         {key: value for key, value in entry.items() if value} for entry in (described(draft) if described else ())
     ]
-    layouts = [{key: entry.pop(key) for key in ("format", "columns", "template") if key in entry} for entry in entries]
+    layouts = [{key: entry.pop(key, None) for key in ("format", "columns", "template")} for entry in entries]
     if entries:
-        for key, value in (({"source": entries} if len(entries) > 1 else entries[0]) | layouts[0]).items():
+        layout = _shared(draft, [str(entry.get("source")) for entry in entries], layouts)
+        for key, value in (({"source": entries} if len(entries) > 1 else entries[0]) | layout).items():
             draft.put(f"data.{key}", value, comment="of each data set, as there" if key == "max_rows" else "")
-    if any(layout != layouts[0] for layout in layouts):
-        draft.left["columns"] = "the data sets differ in their layouts; convert them to that of the first"
     template = draft.take("template", "chat_template")
     if template is not None:
         own = {"empty": "none", "alpaca": "alpaca", "chatml": "chatml"}.get(str(template), "chat")
@@ -231,6 +230,21 @@ def lay_data(draft: Draft) -> None:
             draft.left["eval_strategy"] = "of a mixture; write data.validation: {source: ..., split: ...}"
     elif split is not None:
         draft.leave("dataset_test_split", "no effect there without eval_strategy")
+
+
+def _shared(draft: Draft, sources: list[str], layouts: list[Entry]) -> Entry:
+    """What the data sets have in common, since one layout is for all; a format that is left out is inferred."""
+    if len(layouts) > 1 and draft.kind.kind != "pair":  # the inferred formats read both names
+        same = ({"conversations": "messages"}, {"messages": "conversations"})
+        layouts = [each | {"columns": None} if each["columns"] in same else each for each in layouts]
+    shared = {key: value for key, value in layouts[0].items() if all(each[key] == value for each in layouts)}
+    if "template" not in shared:
+        draft.left["template of each data set"] = "they differ, and data.template is for all"
+    for source, layout in zip(sources, layouts, strict=True):
+        if "columns" not in shared and layout["columns"]:
+            names = ", ".join(f"{column} to {name}" for name, column in layout["columns"].items())
+            draft.lacks.append(f"data.columns is for all data sets, and theirs differ: in {source}, rename {names}")
+    return {key: value for key, value in shared.items() if value}
 
 
 def _trl(draft: Draft) -> Iterator[Entry]:
