@@ -25,7 +25,7 @@ from posttrain.data.kind import Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
-from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
+from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, MalformedError, Reading, Report, list_malformed
 from posttrain.data.rows import (
     VARIABLES,
     IdenticalError,
@@ -118,6 +118,7 @@ class Reader:
     folder: Path = field(default_factory=default_cache)  # the cache
     seed: int = 0
     behavior_version: int = 2
+    refuse_malformed: bool = True  # False: more than MALFORMED_SHARE of malformed rows is a note of the report
 
     def __post_init__(self) -> None:
         self.template = choose_template(self.data, self.tokenizer)
@@ -165,6 +166,8 @@ class Reader:
             readings.append(reading)
             contents.append(content)
             notes += [note] if note else []
+            if len(reading.malformed) > MALFORMED_SHARE * reading.read:
+                notes.append(self._tell_malformed(part.source, reading))
             read.append(reading.read)
         kind = self.kind
         table = Table(tables, read, makes_room=not kind.samples and self.behavior_version > 1)
@@ -181,6 +184,16 @@ class Reader:
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         used = list(parts[: len(read)])
         return Loaded(kind, table, fitted, limits, used, np.cumsum(sizes).tolist(), contents, report)
+
+    def _tell_malformed(self, source: str, reading: Reading) -> str:
+        bad = f"{len(reading.malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}"
+        if self.refuse_malformed:
+            raise MalformedError(
+                f"{source}: {bad}. Correct them, or write the others to a file, which data.source may name: "
+                f"posttrain explore SETTINGS data.source={source} --good-rows FILE.jsonl. "
+                f"The first:\n{list_malformed(reading.malformed)}"
+            )
+        return f"{source}: {bad}, so plan and train refuse it; --good-rows FILE.jsonl writes the others"
 
     def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source, end = part.open(max_rows, self.seed, self.template.compose)
@@ -246,13 +259,7 @@ class Reader:
                         reading.duplicates += (tokens := _hash(item)) in seen
                         seen.add(tokens)
                 writer.write(kept)
-        malformed = reading.malformed
-        malformed.sort(key=lambda bad: bad.row)
-        if len(malformed) > MALFORMED_SHARE * reading.read:
-            raise DataError(
-                f"{name}: {len(malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
-                f"The first:\n{list_malformed(malformed)}"
-            )
+        reading.malformed.sort(key=lambda bad: bad.row)
         if self.kind.samples:
             unread.pop("answer", None)  # read by rewards in every format
         if self._has_turns(layout):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from posttrain.base.errors import DataError
 from posttrain.base.words import counted
 
 MALFORMED_SHARE = 0.01  # maximum share of malformed rows; above it, reading the data is an error
@@ -20,6 +21,10 @@ LOST = {
     "end of turn": "mark the end of the assistant's turn, so the model is not trained to stop there: move "
     "`{% endgeneration %}` after it, or remove the generation tags; turns are then located by rendering",
 }
+
+
+class MalformedError(DataError):
+    """More than MALFORMED_SHARE of a source's rows are malformed."""
 
 
 @dataclass(frozen=True, slots=True)
