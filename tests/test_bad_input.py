@@ -111,14 +111,24 @@ def test_explore_shows_what_a_run_refuses_and_writes_the_good_rows(tmp_path, mon
     for line in (3, 7, 8):
         assert f"rows.jsonl line {line}" in shown
     assert [json.loads(line) for line in Path("good.jsonl").read_text().splitlines()] == renamed
-    assert f"wrote {len(PAIRS)} rows to good.jsonl; 3 malformed left out" in err
-    settings = shlex.split(err.partition("; use: ")[2].splitlines()[0])
+    assert "wrote good.jsonl without 3 malformed rows" in err
+    settings = shlex.split(err.partition("; use it with ")[2].splitlines()[0])
     assert main(["explore", *arguments, *settings, "--rows", "0"]) == 0  # the settings read what was written
     assert f"{len(PAIRS)} examples used" in capsys.readouterr().out
     assert main(["explore", *arguments, "--good-rows", "good.jsonl"]) == 1  # which exists
+    assert main(["explore", *arguments, "--good-rows", "rows.jsonl", "--overwrite"]) == 1  # the source
     mixed = "data.source=[{source: rows.jsonl}, {source: good.jsonl}]"
     assert main(["explore", *arguments[2:], mixed, "method=dpo", "data.skip_rows=0", "--good-rows", "new.jsonl"]) == 2
     assert "add data.source=SOURCE" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("form", ["auto", "sharegpt"])
+def test_one_conversation_is_no_file_of_rows(refused, form):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    for text in ({"id": "a", "conversations": turns}, turns):
+        Path("one.json").write_text(json.dumps(text))
+        error = refused("method=sft", "data.source=one.json", f"data.format={form}")
+        assert "Each row is one message" in error and "put a single conversation in a list, [{...}]" in error
 
 
 UNREADABLE = {

@@ -123,6 +123,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         raise DataError(
             f"{where} has no column {lacking}, which format {format} needs; it has {_list(present)}. "
             "Name your columns with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
+            f"{_if_messages(present)}"
         )
     if kind.compares and not (known.pairs and all(column_of.get(name) in present for name in ("chosen", "rejected"))):
         raise DataError(
@@ -174,7 +175,15 @@ def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict],
     raise DataError(
         f"{where} has the columns {_list(present)}, which fit no format. Set data.format and data.columns; the formats "
         f"need: {needs}. For environments that give the messages in `reset`, set data.format: episode"
+        f"{_if_messages(present)}"
     )
+
+
+def _if_messages(present: Iterable[str]) -> str:
+    if not ({"role", "content"} <= {*present} or {"from", "value"} <= {*present}):
+        return ""
+    of_json = "of a .json file with one object, the items of its list are the rows"
+    return f". Each row is one message, not a conversation; {of_json}: put a single conversation in a list, [{{...}}]"
 
 
 def _list(names: Iterable[str]) -> str:

@@ -213,8 +213,8 @@ def prepare(
     evaluated = options.evaluated or room
     positions = options.positions if kind.samples or options.learned_positions else None
     trained_limits, limits = (kind.limits(data, each, positions) for each in (room, evaluated))
-    cache_dir, told = options.cache_dir or default_cache(), (options.behavior_version, options.refuse_malformed)
-    reader = Reader(data, tokenizer, kind, cache_dir, seed, *told)
+    cache_dir = options.cache_dir or default_cache()
+    reader = Reader(data, tokenizer, kind, cache_dir, seed, options.behavior_version, options.refuse_malformed)
     limits_of = partial(kind.training_limits, data, trained_limits, options.behavior_version)
     whole = reader.load("train", parts_of(data), limits_of, most_rows(data))
     # `auto` does not limit evaluation prompts

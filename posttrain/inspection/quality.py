@@ -1,7 +1,8 @@
 """Data quality before a run: duplicates, overlap, contamination, length bias, label noise (docs/data.md)."""
 
+import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from posttrain.base.terminal import say
 from posttrain.base.words import by_key, counted
 from posttrain.config import RunConfig, Stage, held_out_together
 from posttrain.config.options import ExploreOptions
-from posttrain.config.render import flow
 from posttrain.data import Prepared, Selection, explore, overview
-from posttrain.data.kinds import KINDS
 from posttrain.data.prepare import prepare_run, rows_of_run
-from posttrain.data.reading import Reader, parts_of
+from posttrain.data.reading import parts_of
 from posttrain.data.report import MalformedError
+from posttrain.data.sources import layout_of
 from posttrain.inspection import overlap
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
@@ -39,7 +39,8 @@ def explore_stages(stages: Sequence[Stage], options: ExploreOptions) -> dict[str
     """Show each stage's data in the terminal, unless `options.json`, and check it; returns what --json prints: for one
     stage its counts, lengths, rows and findings, for several these by stage."""
     for file in filter(None, (options.report, options.good_rows)):
-        ready_to_write(file, (), options.overwrite)
+        sources = [Path(each.config.data.source) for each in stages if isinstance(each.config.data.source, str)]
+        ready_to_write(file, sources, options.overwrite)
     if options.good_rows and (len(stages) > 1 or not isinstance(stages[0].config.data.source, str)):
         raise UsageError("--good-rows writes the rows of one stage's one source: add data.source=SOURCE")
     console, tokenizers = PlainConsole(), StageTokenizers(0)
@@ -63,7 +64,7 @@ def _explored(
     except MalformedError:  # no run trains on these rows, so the model's positions do not matter
         prepared = prepare_run(config, tokenizer, refuse_malformed=False)
     if options.good_rows:
-        _save_good(config, tokenizer, prepared, options.good_rows)
+        _save_good(config, prepared, options.good_rows)
     if not options.json:
         explore(prepared, tokenizer, selection, console)
     shown = overview(prepared, tokenizer, selection)
@@ -77,17 +78,16 @@ def _explored(
     return shown | {"findings": quality.as_json()}
 
 
-def _save_good(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, file: Path) -> None:
+def _save_good(config: RunConfig, prepared: Prepared, file: Path) -> None:
     """Write the training rows that are not malformed as they were read, and say which settings read them."""
     [part], bad = parts_of(config.data), {row.row for row in prepared.report.malformed}
-    reader = Reader(config.data, deepcopy(tokenizer), KINDS[config.method.kind](), seed=config.seed)
-    records, layout = reader.records(part, *part.open(part.max_rows, config.seed, reader.template.compose))
-    good = [record.value for record in records if record.value is not None and record.row not in bad]
-    save_rows(file, good)
-    renamed = {field: name for field, name in layout.columns.items() if field != name}
-    settings = f"data.source={file} data.format={layout.name}" + (f" data.columns='{flow(renamed)}'" if renamed else "")
-    settings += " data.skip_rows=0" if part.skip_rows else ""
-    say(f"wrote {counted(len(good), 'row')} to {file}; {len(bad):,} malformed left out; use: {settings}", error=True)
+    source, end = part.open(part.max_rows, config.seed, lambda working, answer: working)
+    records = itertools.islice(source.read(), part.skip_rows, end)
+    save_rows(file, [record.value for record in records if record.value is not None and record.row not in bad])
+    settings = f"data.source={file}" + (" data.skip_rows=0" if part.skip_rows else "")
+    if known := layout_of(part.source):
+        settings += f" data.format={known.format} 'data.columns={json.dumps(known.columns)}'"
+    say(f"wrote {file} without {counted(len(bad), 'malformed row')}; use it with {settings}", error=True)
 
 
 def check_quality(
