@@ -518,7 +518,7 @@ def test_more_than_one_in_a_hundred_is_refused(tmp_path):
     assert str(error.value).count("rows.jsonl line ") == 10
     told = prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache", refuse_malformed=False)
     assert (len(told.train), len(told.report.malformed)) == (4_000, 50)
-    assert "50 of 4,050 rows are malformed, more than 1%, so plan and train refuse it" in told.report.findings()[0]
+    assert any("50 of 4,050 rows are malformed, more than 1%, so plan" in line for line in told.report.findings())
     with pytest.raises(DataError, match="50 of 4,050 rows"):  # also when their tokens are in the cache
         prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache")
 

@@ -291,6 +291,7 @@ def settings_only(rest: list[str]) -> list[str]:
             "--against",
             "--ngram",
             "--report",
+            "--good-rows",
             "--skip",
             "--kills",
             "--model-index",

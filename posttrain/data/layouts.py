@@ -67,6 +67,12 @@ class Layout:
             return in_messages(row, lambda turns: without(turns, PREFILL, WEIGHT))
         return in_messages(in_messages(row, with_arguments), with_weights)
 
+    def takes_part(self, value: Fields, answer: str | None) -> bool:
+        """Whether the answer is only a part of the text in its column, such as what follows ####."""
+        column = self.columns.get("answer", "answer")
+        whole = value.get(column if value.get(column) not in (None, "") else self.columns.get("solution", ""))
+        return answer is not None and isinstance(whole, str) and whole.strip() != answer
+
     def unread(self, value: Fields) -> set[str]:
         """The columns of a row that have a value but are not read by the format; keys of messages as `column[].key`."""
         filled = {column for column, item in value.items() if item not in (None, "")}

@@ -32,6 +32,7 @@ from posttrain.data.rows import (
     Row,
     RowError,
     UntrainedError,
+    is_undesirable,
     variables_of,
     with_system,
     without_think,
@@ -45,7 +46,8 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows above the limits that a report lists
 SAMPLE = 100  # rows from which the format is inferred
-SUMMED = ("read", "duplicates", "shifted", "identical", "untrained", "users")  # counts of a reading and of a report
+# counts of a reading and of a report
+SUMMED = ("read", "duplicates", "shifted", "identical", "untrained", "users", "extracted", "undesirable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,7 @@ class Reader:
         records, layout = self.records(part, source, end)
         name = part.source
         reading, unread, seen = Reading(layout.name), Counter[str](), set[int]()
+        imitates = layout.name != "text" and (self.kind.name == "sft" or self.kind.with_completions)
         with self.tokeniser(layout) as tokeniser:
             records = progress(records, f"tokenising {name}")
             while batch := list(itertools.islice(records, BATCH)):
@@ -255,6 +258,8 @@ class Reader:
                     else:
                         kept.append(self.kind.stored(record, row, item, self.template.turns))
                         reading.users += self.kind.trains_users(row)
+                        reading.extracted += self.kind.samples and layout.takes_part(record.value or {}, row.answer)
+                        reading.undesirable += imitates and is_undesirable(record.value or {})
                         reading.shifted += item.shifted
                         reading.duplicates += (tokens := _hash(item)) in seen
                         seen.add(tokens)
