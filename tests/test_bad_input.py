@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,45 @@ def test_a_malformed_row_among_many_is_counted_and_left_out(tmp_path, monkeypatc
     shown = capsys.readouterr().out
     assert "121 rows read" in shown and "120 examples used" in shown
     assert "1 row malformed, dropped" in shown and "rows.jsonl line 1: not JSON" in " ".join(shown.split())
+
+
+def test_explore_shows_what_a_run_refuses_and_writes_the_good_rows(tmp_path, monkeypatch, shared, capsys):
+    monkeypatch.chdir(tmp_path)
+    renamed = [{"prompt": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in PAIRS]
+    broken = {**renamed[0], "bad": [{"role": "user", "content": "no reply"}] * 2}
+    write(Path("rows.jsonl"), ["{skipped", renamed[0], "{broken", *renamed[1:4], broken, {"prompt": 5}, *renamed[4:]])
+    model = f"model.path={shared / 'models/stories260K'}"
+    columns = "data.columns={chosen: good, rejected: bad}"
+    arguments = ["method=dpo", "data.source=rows.jsonl", "data.template=none", columns, "data.skip_rows=1", model]
+    assert main(["plan", *arguments]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"3 of {len(PAIRS) + 3} rows are malformed, more than 1%. Correct them, or" in error
+    assert "posttrain explore SETTINGS data.source=rows.jsonl --good-rows FILE.jsonl" in error
+    assert main(["explore", *arguments, "--rows", "1", "--no-quality", "--good-rows", "good.jsonl"]) == 0
+    out, err = capsys.readouterr()
+    shown = " ".join(out.split())
+    assert "more than 1%, so plan and train refuse it" in shown and "row 1 " in shown
+    for line in (3, 7, 8):
+        assert f"rows.jsonl line {line}" in shown
+    assert [json.loads(line) for line in Path("good.jsonl").read_text().splitlines()] == renamed
+    assert "wrote good.jsonl without 3 malformed rows" in err
+    settings = shlex.split(err.partition("; use it with ")[2].splitlines()[0])
+    assert main(["explore", *arguments, *settings, "--rows", "0"]) == 0  # the settings read what was written
+    assert f"{len(PAIRS)} examples used" in capsys.readouterr().out
+    assert main(["explore", *arguments, "--good-rows", "good.jsonl"]) == 1  # which exists
+    assert main(["explore", *arguments, "--good-rows", "rows.jsonl", "--overwrite"]) == 1  # the source
+    mixed = "data.source=[{source: rows.jsonl}, {source: good.jsonl}]"
+    assert main(["explore", *arguments[2:], mixed, "method=dpo", "data.skip_rows=0", "--good-rows", "new.jsonl"]) == 2
+    assert "add data.source=SOURCE" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("form", ["auto", "sharegpt"])
+def test_one_conversation_is_no_file_of_rows(refused, form):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    for text in ({"id": "a", "conversations": turns}, turns):
+        Path("one.json").write_text(json.dumps(text))
+        error = refused("method=sft", "data.source=one.json", f"data.format={form}")
+        assert "Each row is one message" in error and "put a single conversation in a list, [{...}]" in error
 
 
 UNREADABLE = {

@@ -516,7 +516,11 @@ def test_more_than_one_in_a_hundred_is_refused(tmp_path):
     with pytest.raises(DataError, match="50 of 4,050 rows are malformed, more than 1%") as error:
         prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache")
     assert str(error.value).count("rows.jsonl line ") == 10
-    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    told = prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache", refuse_malformed=False)
+    assert (len(told.train), len(told.report.malformed)) == (4_000, 50)
+    assert any("50 of 4,050 rows are malformed, more than 1%, so plan" in line for line in told.report.findings())
+    with pytest.raises(DataError, match="50 of 4,050 rows"):  # also when their tokens are in the cache
+        prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache")
 
 
 def test_bad_rows_of_csv_and_text(tmp_path):

@@ -293,6 +293,7 @@ def settings_only(rest: list[str]) -> list[str]:
             "--against",
             "--ngram",
             "--report",
+            "--good-rows",
             "--skip",
             "--kills",
             "--model-index",

@@ -29,6 +29,35 @@ def prepared(path, rows, kind="sft", tokenizer=None, **settings):
     return prepare(data, tokenizer or byte_tokenizer(CHATML), kind)
 
 
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        ({"question": "q", "answer": "He has 6 + 7. #### 13"}, 1),
+        ({"problem": "q", "answer": "so \\boxed{13}"}, 1),
+        ({"problem": "q", "solution": "He has 6 + 7.\n#### 13"}, 1),
+        ({"problem": "q", "answer": " 13 "}, 0),
+        ({"problem": "q", "answer": 13}, 0),
+        ({"prompt": "q", "answer": "13"}, 0),
+    ],
+)
+def test_an_answer_that_is_a_part_of_its_column_is_reported(tmp_path, row, count):
+    data = prepared(tmp_path / "rows.jsonl", [row], "prompt")
+    assert data.report.extracted == count and (data.train[0].facts or {})["answer"] == "13"
+    said = "1 row (100%) whose answer for rewards is a part of the data's text, such as that after ####"
+    assert (said in data.report.lines()) == bool(count)
+
+
+@pytest.mark.parametrize("label", [0, 0.0, "no", False])
+def test_sft_reports_completions_labelled_undesirable(tmp_path, label):
+    rows = [{"prompt": f"q{n}", "completion": "a", "label": label if n else 1} for n in range(3)]
+    own = {"format": "prompt_completion"} if label is False else {}  # otherwise a boolean is refused
+    report = prepared(tmp_path / "rows.jsonl", rows, **own).report
+    assert "2 rows (67%) labelled false or 0 (undesirable in KTO's data), trained on like the others" in report.lines()
+    assert not prepared(tmp_path / "rows.jsonl", rows, "prompt").report.undesirable  # completions are not trained on
+    texts = [{"text": "a review", "label": label} for label in (0, 1)]
+    assert not prepared(tmp_path / "rows.jsonl", texts).report.undesirable  # a class of the text
+
+
 @pytest.mark.parametrize("name", ["models/stories260K", "tokenizers/gpt2", "tokenizers/qwen3"])
 def test_pieces_are_the_text_and_no_character_is_broken(shared, name):
     """stories260K falls back to bytes: `ë`, `你` and line breaks are tokens of single bytes there."""

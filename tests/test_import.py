@@ -384,8 +384,48 @@ def test_more_of_llama_factory(infos, tmp_path):
     text = "llamafactory-cli train --stage sft --model_name_or_path gpt2 --dataset alpaca_en_demo --template default"
     assert imported(text).settings["model.lora.r"] == 8
     assert imported("llamafactory-cli train llama.yaml --seed 7", "run.sh", **_saved()).settings["seed"] == 7
-    unknown = llama(dataset_dir="elsewhere")
-    assert "no dataset_info.json in elsewhere" in unknown.left["dataset dpo_en_demo"]
+
+
+def test_a_data_set_of_llama_factory_that_is_not_described(infos, tmp_path):
+    """The other settings are imported; a folder that is named is the only one that is searched."""
+    Path("dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
+    elsewhere = llama(dataset_dir="elsewhere")
+    assert f"no dataset_info.json in {tmp_path / 'elsewhere'} says" in elsewhere.left["dataset dpo_en_demo"]
+    assert "data.format" not in elsewhere.settings and elsewhere.settings["data.source"] == "dpo_en_demo"
+    misspelled = llama(dataset="dpo_en_dmo")
+    said = misspelled.left["dataset dpo_en_dmo"]
+    assert said.startswith(f"{tmp_path / 'data/dataset_info.json'} has no data set dpo_en_dmo; it has dpo_en_demo, ")
+    assert misspelled.settings["data.max_length"] == 2048
+    Path("data/dataset_info.json").unlink()
+    assert llama(dataset="mine").settings["data.source"] == "mine.json"  # without dataset_dir, beside the file too
+
+
+@pytest.mark.parametrize(
+    ("datasets", "alike", "rename"),
+    [
+        ("alpaca_en_demo, ultrachat", {}, []),  # `messages` is recognised
+        ("alpaca_en_demo, mix", {"format": "alpaca"}, ["in a/b/en, rename q to instruction, context to input, a to"]),
+        ("mix, mix", {"format": "alpaca", "columns": {"instruction": "q", "input": "context", "output": "a"}}, []),
+    ],
+)
+def test_data_sets_of_llama_factory_with_several_layouts(infos, tmp_path, datasets, alike, rename):
+    draft = llama(stage="sft", dataset=datasets, pref_loss=None, val_size=0)
+    data = loaded(draft, tmp_path).data
+    assert (data.format, data.columns) == (alike.get("format", "auto"), alike.get("columns", {}))
+    assert len(draft.lacks) == len(rename)
+    for said, expected in zip(draft.lacks, rename, strict=True):
+        assert said.startswith("data.columns is for all data sets") and expected in said
+
+
+def test_pairs_of_llama_factory_in_several_layouts(infos, tmp_path):
+    """Conversations under `messages` with chosen and rejected would be read without their prompt."""
+    described = INFO | {"own": INFO["dpo_en_demo"] | {"columns": {"messages": "messages"}, "file_name": "own.json"}}
+    Path("data/dataset_info.json").write_text(json.dumps(described))
+    draft = llama(dataset="dpo_en_demo, own")
+    assert draft.settings["data.format"] == "sharegpt"
+    assert [lack.partition(": ")[2] for lack in draft.lacks] == [
+        "in data/own.json, rename messages to conversations"
+    ] and "rename messages" in written(draft)
 
 
 def _saved():
@@ -493,6 +533,15 @@ def test_data_sets_of_axolotl(tmp_path, rl, entry, expected):
     assert draft.method == (rl or "sft")
     assert draft.settings.get("method.assistant_only_loss") is (True if entry["type"] == "chat_template" else None)
     loaded(draft, tmp_path)
+
+
+def test_data_sets_of_axolotl_with_several_layouts(tmp_path):
+    """What they share is carried; the template, which is for all, is left to the model."""
+    turns = {"path": "c/d", "type": "chat_template", "field_messages": "conversations"}
+    draft = axolotl(datasets=[{"path": "a/b", "type": "alpaca"}, turns])
+    data = loaded(draft, tmp_path).data
+    assert (data.format, data.columns, data.template) == ("auto", {}, "chat") and not draft.lacks
+    assert draft.left["template of each data set"] == "they differ, and data.template is for all"
 
 
 def test_more_of_axolotl(tmp_path):

@@ -306,6 +306,19 @@ def test_functions_are_called_as_trl_calls_them(functions):
     assert found.totals == (-4 + 3 + 0.5, 0 + 4 + 0.5)
 
 
+def test_a_function_receives_the_answer_of_the_data_too(tmp_path, monkeypatch):
+    """`answer` is the part that rules compare, as in GSM8K; a column that is called `full_answer` comes first."""
+    monkeypatch.chdir(tmp_path)
+    gold = "def gold(completions, answer, full_answer):\n    return [float(f.split('####')[1]) - float(a) for a, f in "
+    (tmp_path / "my_gold.py").write_text(f"{gold}zip(answer, full_answer)]\n")
+    whole = {"answer": "He has 6 + 7. #### 13"}
+    with Rewards(settings({"type": "python", "function": "my_gold:gold"})) as rewards:
+        found = rewards([RewardInput("", answer="12", columns=each) for each in (whole, whole)])
+        assert found.totals == (1.0, 1.0)
+        found = rewards([RewardInput("", answer="12", columns={**whole, "full_answer": "#### 14"})])
+    assert found.totals == (2.0,)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -203,12 +203,11 @@ def lay_data(draft: Draft) -> None:
     entries = [
         {key: value for key, value in entry.items() if value} for entry in (described(draft) if described else ())
     ]
-    layouts = [{key: entry.pop(key) for key in ("format", "columns", "template") if key in entry} for entry in entries]
+    layouts = [{key: entry.pop(key, None) for key in ("format", "columns", "template")} for entry in entries]
     if entries:
-        for key, value in (({"source": entries} if len(entries) > 1 else entries[0]) | layouts[0]).items():
+        layout = _shared(draft, [str(entry.get("source")) for entry in entries], layouts)
+        for key, value in (({"source": entries} if len(entries) > 1 else entries[0]) | layout).items():
             draft.put(f"data.{key}", value, comment="of each data set, as there" if key == "max_rows" else "")
-    if any(layout != layouts[0] for layout in layouts):
-        draft.left["columns"] = "the data sets differ in their layouts; convert them to that of the first"
     template = draft.take("template", "chat_template")
     if template is not None:
         own = {"empty": "none", "alpaca": "alpaca", "chatml": "chatml"}.get(str(template), "chat")
@@ -233,6 +232,21 @@ def lay_data(draft: Draft) -> None:
         draft.leave("dataset_test_split", "no effect there without eval_strategy")
 
 
+def _shared(draft: Draft, sources: list[str], layouts: list[Entry]) -> Entry:
+    """What the data sets have in common, since one layout is for all; a format that is left out is inferred."""
+    if len(layouts) > 1 and draft.kind.kind != "pair":  # the inferred formats read both names
+        same = ({"conversations": "messages"}, {"messages": "conversations"})
+        layouts = [each | {"columns": None} if each["columns"] in same else each for each in layouts]
+    shared = {key: value for key, value in layouts[0].items() if all(each[key] == value for each in layouts)}
+    if "template" not in shared:
+        draft.left["template of each data set"] = "they differ, and data.template is for all"
+    for source, layout in zip(sources, layouts, strict=True):
+        if "columns" not in shared and layout["columns"]:
+            names = ", ".join(f"{column} to {name}" for name, column in layout["columns"].items())
+            draft.lacks.append(f"data.columns is for all data sets, and theirs differ: in {source}, rename {names}")
+    return {key: value for key, value in shared.items() if value}
+
+
 def _trl(draft: Draft) -> Iterator[Entry]:
     named = {"path": draft.take("dataset_name"), "name": draft.take("dataset_config")}
     named["split"] = draft.take("dataset_train_split")
@@ -254,14 +268,13 @@ def _source(draft: Draft, entry: Any) -> str:
 
 
 def _llama_factory(draft: Draft) -> Iterator[Entry]:
-    folder, beside = Path(str(draft.take("dataset_dir") or "data")), Path(draft.source.name).parent
+    given, beside = draft.take("dataset_dir"), Path(draft.source.name).parent
+    folders = [Path(str(given or "data")), beside / str(given or "data"), *([] if given else [beside])]
     most = draft.whole("max_samples")
-    file = next((f for at in (folder, beside / folder, beside) if (f := at / "dataset_info.json").is_file()), None)
+    file = next((file for folder in folders if (file := folder / "dataset_info.json").is_file()), None)
     infos = read_settings(file).values if file else {}
     names = draft.take("dataset") or []
     for name in map(str.strip, map(str, names) if isinstance(names, list) else str(names).split(",")):
-        if file and name not in infos:
-            raise ConfigError(f"{file} has no data set {name}; it has {', '.join(infos)}")
         info, source = infos.get(name, {}), name
         if not all(isinstance(part, dict) for part in (info, info.get("columns", {}), info.get("tags", {}))):
             raise ConfigError(f"{file}: {name} must be a mapping, with columns and tags that are mappings")
@@ -269,10 +282,15 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
             source = "/".join(filter(None, (info["hf_hub_url"], info.get("subset"))))
         elif file and "file_name" in info:
             source = str(file.parent / info["file_name"])
+        elif file:
+            known = "says neither the file nor the hub id of" if info else "has no data set"
+            draft.left[f"dataset {name}"] = f"{file.resolve()} {known} {name}; it has {', '.join(infos)}"
         else:
-            draft.left[f"dataset {name}"] = f"no dataset_info.json in {folder} or {beside} says its file or hub id"
+            where = " or ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+            draft.left[f"dataset {name}"] = f"no dataset_info.json in {where} says its file or hub id"
         rows = min(filter(None, (info.get("num_samples"), most)), default=None)
-        yield {"source": source, "split": info.get("split"), "max_rows": rows} | _layout(draft, info)
+        layout = _layout(draft, info) if info else {}
+        yield {"source": source, "split": info.get("split"), "max_rows": rows} | layout
         if strange := set(info.get("tags", {}).values()) - set(table("llama-factory")["tags"].split()):
             words = ", ".join(sorted(strange))
             draft.left[f"tags of {name}"] = f"{words}: rename them in the data, e.g. to role, content, user"

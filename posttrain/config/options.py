@@ -170,6 +170,9 @@ class ExploreOptions:
     ngram: Annotated[int, Flag("Consecutive words that a question and a row must share: 13 or 8.")] = 13
     reward_model: Annotated[str | None, Flag("Model that estimates the share of wrong labels.", metavar="MODEL")] = None
     report: Annotated[Path | None, Flag("File for the findings, with all rows concerned.", metavar="FILE.json")] = None
+    good_rows: Annotated[
+        Path | None, Flag("File for the training rows that are not malformed, as they are read.", metavar="FILE.jsonl")
+    ] = None
     overwrite: Annotated[bool, OVERWRITE] = False
 
     def __post_init__(self) -> None:

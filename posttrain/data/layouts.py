@@ -67,6 +67,12 @@ class Layout:
             return in_messages(row, lambda turns: without(turns, PREFILL, WEIGHT))
         return in_messages(in_messages(row, with_arguments), with_weights)
 
+    def takes_part(self, value: Fields, answer: str | None) -> bool:
+        """Whether the answer is only a part of the text in its column, such as what follows ####."""
+        column = self.columns.get("answer", "answer")
+        whole = value.get(column if value.get(column) not in (None, "") else self.columns.get("solution", ""))
+        return answer is not None and isinstance(whole, str) and whole.strip() != answer
+
     def unread(self, value: Fields) -> set[str]:
         """The columns of a row that have a value but are not read by the format; keys of messages as `column[].key`."""
         filled = {column for column, item in value.items() if item not in (None, "")}
@@ -123,6 +129,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         raise DataError(
             f"{where} has no column {lacking}, which format {format} needs; it has {_list(present)}. "
             "Name your columns with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
+            f"{_if_messages(present)}"
         )
     if kind.compares and not (known.pairs and all(column_of.get(name) in present for name in ("chosen", "rejected"))):
         raise DataError(
@@ -174,7 +181,15 @@ def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict],
     raise DataError(
         f"{where} has the columns {_list(present)}, which fit no format. Set data.format and data.columns; the formats "
         f"need: {needs}. For environments that give the messages in `reset`, set data.format: episode"
+        f"{_if_messages(present)}"
     )
+
+
+def _if_messages(present: Iterable[str]) -> str:
+    if not ({"role", "content"} <= {*present} or {"from", "value"} <= {*present}):
+        return ""
+    of_json = "of a .json file with one object, the items of its list are the rows"
+    return f". Each row is one message, not a conversation; {of_json}: put a single conversation in a list, [{{...}}]"
 
 
 def _list(names: Iterable[str]) -> str:

@@ -66,7 +66,8 @@ class Options:
     than `positions`. `datasets` are evaluation sets in addition to `data.validation`.
     The same `seed` holds out the same rows for all kinds, templates and limits; `held_out` gives the row numbers
     instead. The report names `method`. With `behavior_version` 1, rows are tokenised and truncated as in runs started
-    before the version was recorded, and the validation rows are a random part of the rows within the limits.
+    before the version was recorded, and the validation rows are a random part of the rows within the limits. Without
+    `refuse_malformed`, the report tells if more than 1 % of the rows are malformed.
     """
 
     datasets: Sequence[EvaluationDataset] = ()
@@ -79,6 +80,7 @@ class Options:
     seed: int = 0
     behavior_version: int = BEHAVIOR_VERSION
     method: str | None = None
+    refuse_malformed: bool = True
 
 
 def prepare_run(
@@ -87,9 +89,10 @@ def prepare_run(
     *,
     positions: int | None = None,
     learned_positions: bool = False,
+    refuse_malformed: bool = True,
 ) -> Prepared:
     """Prepare the data of a run: the training set and every validation set. `positions` is the number of positions of
-    the model, in which prompts leave room for a completion; as in `Options`."""
+    the model, in which prompts leave room for a completion; the arguments are as in `Options`."""
     method = config.method
     kind = replace(KINDS[method.kind].of(method), acts=config.acts and config.behavior_version > 2)
     options = Options(
@@ -101,6 +104,7 @@ def prepare_run(
         seed=config.seed,
         behavior_version=config.behavior_version,
         method=method.type,
+        refuse_malformed=refuse_malformed,
     )
     prepared = prepare(config.data, tokenizer, kind, options)
     if not method.learns_ties:
@@ -209,7 +213,8 @@ def prepare(
     evaluated = options.evaluated or room
     positions = options.positions if kind.samples or options.learned_positions else None
     trained_limits, limits = (kind.limits(data, each, positions) for each in (room, evaluated))
-    reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
+    cache_dir = options.cache_dir or default_cache()
+    reader = Reader(data, tokenizer, kind, cache_dir, seed, options.behavior_version, options.refuse_malformed)
     limits_of = partial(kind.training_limits, data, trained_limits, options.behavior_version)
     whole = reader.load("train", parts_of(data), limits_of, most_rows(data))
     # `auto` does not limit evaluation prompts

@@ -25,13 +25,14 @@ from posttrain.data.kind import Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
-from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
+from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, MalformedError, Reading, Report, list_malformed
 from posttrain.data.rows import (
     VARIABLES,
     IdenticalError,
     Row,
     RowError,
     UntrainedError,
+    is_undesirable,
     variables_of,
     with_system,
     without_think,
@@ -45,7 +46,8 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows above the limits that a report lists
 SAMPLE = 100  # rows from which the format is inferred
-SUMMED = ("read", "duplicates", "shifted", "identical", "untrained", "users")  # counts of a reading and of a report
+# counts of a reading and of a report
+SUMMED = ("read", "duplicates", "shifted", "identical", "untrained", "users", "extracted", "undesirable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Reader:
     folder: Path = field(default_factory=default_cache)  # the cache
     seed: int = 0
     behavior_version: int = 2
+    refuse_malformed: bool = True  # False: more than MALFORMED_SHARE of malformed rows is a note of the report
 
     def __post_init__(self) -> None:
         self.template = choose_template(self.data, self.tokenizer)
@@ -165,6 +168,8 @@ class Reader:
             readings.append(reading)
             contents.append(content)
             notes += [note] if note else []
+            if len(reading.malformed) > MALFORMED_SHARE * reading.read:
+                notes.append(self._tell_malformed(part.source, reading))
             read.append(reading.read)
         kind = self.kind
         table = Table(tables, read, makes_room=not kind.samples and self.behavior_version > 1)
@@ -181,6 +186,16 @@ class Reader:
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         used = list(parts[: len(read)])
         return Loaded(kind, table, fitted, limits, used, np.cumsum(sizes).tolist(), contents, report)
+
+    def _tell_malformed(self, source: str, reading: Reading) -> str:
+        bad = f"{len(reading.malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}"
+        if self.refuse_malformed:
+            raise MalformedError(
+                f"{source}: {bad}. Correct them, or write the others to a file, which data.source may name: "
+                f"posttrain explore SETTINGS data.source={source} --good-rows FILE.jsonl. "
+                f"The first:\n{list_malformed(reading.malformed)}"
+            )
+        return f"{source}: {bad}, so plan and train refuse it; --good-rows FILE.jsonl writes the others"
 
     def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source, end = part.open(max_rows, self.seed, self.template.compose)
@@ -215,6 +230,7 @@ class Reader:
         records, layout = self.records(part, source, end)
         name = part.source
         reading, unread, seen = Reading(layout.name), Counter[str](), set[int]()
+        imitates = layout.name != "text" and (self.kind.name == "sft" or self.kind.with_completions)
         with self.tokeniser(layout) as tokeniser:
             records = progress(records, f"tokenising {name}")
             while batch := list(itertools.islice(records, BATCH)):
@@ -242,17 +258,13 @@ class Reader:
                     else:
                         kept.append(self.kind.stored(record, row, item, self.template.turns))
                         reading.users += self.kind.trains_users(row)
+                        reading.extracted += self.kind.samples and layout.takes_part(record.value or {}, row.answer)
+                        reading.undesirable += imitates and is_undesirable(record.value or {})
                         reading.shifted += item.shifted
                         reading.duplicates += (tokens := _hash(item)) in seen
                         seen.add(tokens)
                 writer.write(kept)
-        malformed = reading.malformed
-        malformed.sort(key=lambda bad: bad.row)
-        if len(malformed) > MALFORMED_SHARE * reading.read:
-            raise DataError(
-                f"{name}: {len(malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
-                f"The first:\n{list_malformed(malformed)}"
-            )
+        reading.malformed.sort(key=lambda bad: bad.row)
         if self.kind.samples:
             unread.pop("answer", None)  # read by rewards in every format
         if self._has_turns(layout):

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from posttrain.base.errors import DataError
+from posttrain.base.files import table_beside
 from posttrain.base.words import counted
 
 MALFORMED_SHARE = 0.01  # maximum share of malformed rows; above it, reading the data is an error
 MOST_UNREAD = 20  # maximum number of unread columns and keys that are listed
 # Facts of a row above the length limits: its number over all sources; for a pair, the longer sequence and prompt.
 OVERLONG = ("row", "tokens", "prompt_tokens")
-LOST = {
-    "tools": "write the tools",
-    "thinking": "write the thinking of the last reply",
-    "end of turn": "mark the end of the assistant's turn, so the model is not trained to stop there: move "
-    "`{% endgeneration %}` after it, or remove the generation tags; turns are then located by rendering",
-}
+WORDS = table_beside(__file__, "report.yaml")
+
+
+class MalformedError(DataError):
+    """More than MALFORMED_SHARE of a source's rows are malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +60,36 @@ class Lengths:
         return f"mean {self.mean:,.0f}, P50 {self.p50:,}, P90 {self.p90:,}, P99 {self.p99:,}, max {self.max:,}"
 
 
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Numbers of rows of one source, or of all sources of a data set."""
+
+    duplicates: int = 0  # rows with the tokens of an earlier row; they are used
+    shifted: int = 0  # rows whose prompt has different tokens alone and before its completion
+    identical: int = 0  # pairs whose two replies are the same; they are dropped
+    unread: dict[str, int] = field(default_factory=dict)  # by the column or key that is not read
+    untrained: int = 0  # rows whose messages all have the loss weight 0
+    unwritten: dict[str, int] = field(default_factory=dict)  # by the part that the template omits
+    users: int = 0  # rows of which turns of the user are trained on, too
+    extracted: int = 0  # rows whose answer is only a part of the text in its column
+    undesirable: int = 0  # rows with KTO's label for undesirable completions, which are trained on like all others
+
+
 @dataclass(slots=True)
-class Reading:
+class Reading(Counts):
     """Findings of reading and tokenising one source, stored with its tokens in the cache."""
 
     format: str
     read: int = 0
     malformed: list[Malformed] = field(default_factory=list)
-    duplicates: int = 0
-    shifted: int = 0
-    identical: int = 0
-    unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
-    untrained: int = 0  # rows whose messages all have the loss weight 0
-    unwritten: dict[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
-    users: int = 0  # rows of which turns of the user are trained on, too
 
     @classmethod
     def from_json(cls, data: dict) -> Reading:
         return cls(**{**data, "malformed": [Malformed(**item) for item in data["malformed"]]})
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(slots=True)
+class Report(Counts):
     """Counts of one data set, before it is split. `tokens`: lengths of sequences before any limit; a pair has two."""
 
     name: str
@@ -88,8 +97,6 @@ class Report:
     read: int
     used: int
     malformed: tuple[Malformed, ...]
-    duplicates: int  # rows with the tokens of an earlier row; they are used
-    shifted: int  # rows whose prompt has different tokens alone and before its completion
     overlong_dropped: int
     overlong_truncated: int
     overlong_split: int  # documents split into chunks
@@ -98,13 +105,8 @@ class Report:
     max_length: int
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
-    identical: int = 0  # pairs whose two replies are the same; they are dropped
-    untrained: int = 0
-    unwritten: Mapping[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
     dropped: tuple[dict[str, int], ...] = field(default=())  # OVERLONG of the first of `overlong_dropped`
-    unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     rewarded: bool = False  # whether rewards receive every column
-    users: int = 0  # rows of which turns of the user are trained on, too
 
     def lines(self) -> list[str]:
         """The report in words, one fact per line, without counts of zero."""
@@ -120,17 +122,8 @@ class Report:
 
     def findings(self) -> list[str]:
         """What is not read or not used as it is, one fact per line; malformed rows come last."""
-        counts = {
-            "over the length limit, dropped": self.overlong_dropped,
-            "over the length limit, truncated": self.overlong_truncated,
-            "documents over the length limit, split into chunks": self.overlong_split,
-            "duplicates of an earlier row, used": self.duplicates,
-            "whose prompt is tokenised differently with its completion than alone": self.shifted,
-            "whose user turns are trained on, too, unless method.assistant_only_loss is true": self.users,
-            "whose chosen and rejected are the same, dropped": self.identical,
-            "with the loss weight 0 for everything to train on, dropped": self.untrained,
-            "malformed, dropped": len(self.malformed),
-        }
+        counts = {what: getattr(self, name) for name, what in WORDS["findings"].items()}
+        counts["malformed, dropped"] = len(self.malformed)
         dropped = [
             f"{counted(count, 'row')}{_share(count, self.read)} {what}" for what, count in counts.items() if count
         ]
@@ -156,7 +149,7 @@ def _lost(name: str) -> str:
     """A name from `posttrain.data.turns.unwritten`, in words."""
     if name.startswith("variable "):
         return f"read the {name} of chat_template_kwargs"
-    return LOST.get(name, f"write what the {name} says")
+    return WORDS["lost"].get(name, f"write what the {name} says")
 
 
 def _share(count: int, of: int) -> str:

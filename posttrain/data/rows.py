@@ -69,6 +69,11 @@ class Row:
 Fields = Mapping[str, Any]
 
 
+def is_undesirable(value: Fields) -> bool:
+    """Whether a row has KTO's label for completions that a model should not learn to write."""
+    return any(str(value.get(name)).strip().lower() in ("false", "no", "0", "0.0") for name in ("label", "kto_tag"))
+
+
 def tidied(fields: Fields, structured: Collection[str], cells: Collection[str] = ()) -> dict[str, Any]:
     """Return the fields in the form that is common to all file types.
 

@@ -1,7 +1,10 @@
 """Data quality before a run: duplicates, overlap, contamination, length bias, label noise (docs/data.md)."""
 
+import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +13,21 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.console import PlainConsole
-from posttrain.base.errors import DataError
+from posttrain.base.errors import DataError, UsageError
+from posttrain.base.terminal import say
 from posttrain.base.words import by_key, counted
 from posttrain.config import RunConfig, Stage, held_out_together
 from posttrain.config.options import ExploreOptions
 from posttrain.data import Prepared, Selection, explore, overview
-from posttrain.data.prepare import rows_of_run
+from posttrain.data.prepare import prepare_run, rows_of_run
+from posttrain.data.reading import parts_of
+from posttrain.data.report import MalformedError
+from posttrain.data.sources import layout_of
 from posttrain.inspection import overlap
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
 from posttrain.planning.plan import StageTokenizers
-from posttrain.runs.files import ready_to_write, save_json
+from posttrain.runs.files import ready_to_write, save_json, save_rows
 from posttrain.training.job import data_of
 
 SHOWN = 3  # examples shown on a line
@@ -31,8 +38,11 @@ WIDEST = 34  # width of `validation: prompt in train, exact`
 def explore_stages(stages: Sequence[Stage], options: ExploreOptions) -> dict[str, Any]:
     """Show each stage's data in the terminal, unless `options.json`, and check it; returns what --json prints: for one
     stage its counts, lengths, rows and findings, for several these by stage."""
-    if options.report is not None:
-        ready_to_write(options.report, (), options.overwrite)
+    for file in filter(None, (options.report, options.good_rows)):
+        sources = [Path(each.config.data.source) for each in stages if isinstance(each.config.data.source, str)]
+        ready_to_write(file, sources, options.overwrite)
+    if options.good_rows and (len(stages) > 1 or not isinstance(stages[0].config.data.source, str)):
+        raise UsageError("--good-rows writes the rows of one stage's one source: add data.source=SOURCE")
     console, tokenizers = PlainConsole(), StageTokenizers(0)
     overviews = dict[str, Any]()
     for stage in held_out_together(stages):
@@ -49,7 +59,12 @@ def _explored(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, options: ExploreOptions, console: Console
 ) -> dict[str, Any]:
     selection = Selection(options.rows, options.first, options.set, options.sort, options.row)
-    prepared = data_of(config, config.models[0], tokenizer)
+    try:
+        prepared = data_of(config, config.models[0], tokenizer)
+    except MalformedError:  # no run trains on these rows, so the model's positions do not matter
+        prepared = prepare_run(config, tokenizer, refuse_malformed=False)
+    if options.good_rows:
+        _save_good(config, prepared, options.good_rows)
     if not options.json:
         explore(prepared, tokenizer, selection, console)
     shown = overview(prepared, tokenizer, selection)
@@ -61,6 +76,18 @@ def _explored(
         console.print()
         quality.show(console)
     return shown | {"findings": quality.as_json()}
+
+
+def _save_good(config: RunConfig, prepared: Prepared, file: Path) -> None:
+    """Write the training rows that are not malformed as they were read, and say which settings read them."""
+    [part], bad = parts_of(config.data), {row.row for row in prepared.report.malformed}
+    source, end = part.open(part.max_rows, config.seed, lambda working, answer: working)
+    records = itertools.islice(source.read(), part.skip_rows, end)
+    save_rows(file, [record.value for record in records if record.value is not None and record.row not in bad])
+    settings = f"data.source={file}" + (" data.skip_rows=0" if part.skip_rows else "")
+    if known := layout_of(part.source):
+        settings += f" data.format={known.format} 'data.columns={json.dumps(known.columns)}'"
+    say(f"wrote {file} without {counted(len(bad), 'malformed row')}; use it with {settings}", error=True)
 
 
 def check_quality(

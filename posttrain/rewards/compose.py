@@ -293,9 +293,11 @@ def _judge_input(term: JudgeReward, completion: RewardInput) -> JudgeInput:
 
 
 def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:
-    """The arguments of a function, under TRL's names, and the columns of the data."""
+    """The arguments of a function, under TRL's names, and the columns of the data; `full_answer` is its own `answer`,
+    of which the argument may be a part."""
     names = dict.fromkeys(name for completion in completions for name in completion.columns)
     columns = {name: [completion.columns.get(name) for completion in completions] for name in names}
+    columns |= {"full_answer": columns["answer"]} if "answer" in columns and "full_answer" not in columns else {}
     if episodes := [completion.episode for completion in completions if completion.episode is not None]:
         columns |= {
             "environments": [episode.environment for episode in episodes],
