@@ -113,10 +113,7 @@ def sft_rows() -> list[dict[str, str]]:
     """The 999 rows of the Alpaca demo as prompt (Alpaca's template) and completion."""
     rows = json.loads((SHARED / "data" / "sft-demo" / "alpaca_en_demo.json").read_text(encoding="utf-8"))
     return [
-        {
-            "prompt": (ALPACA_PROMPT_INPUT if row["input"] else ALPACA_PROMPT).format(**row),
-            "completion": row["output"],
-        }
+        {"prompt": (ALPACA_PROMPT_INPUT if row["input"] else ALPACA_PROMPT).format(**row), "completion": row["output"]}
         for row in rows
     ]
 
@@ -151,12 +148,7 @@ def machine() -> dict[str, str | int | None]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {
-        "processor": name,
-        "cpus": os.cpu_count(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-    }
+    return {"processor": name, "cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__}
 
 
 def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:

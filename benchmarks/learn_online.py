@@ -119,11 +119,7 @@ CASES = {
     ),
     "sort": Case("sort", _grpo(), {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}, above=0.95),
     "stories": Case(
-        "stories",
-        _grpo(beta=0.05),
-        {"batch_size": 8, "max_steps": 40, "learning_rate": 1e-4},
-        gain=0.3,
-        kl=0.3,
+        "stories", _grpo(beta=0.05), {"batch_size": 8, "max_steps": 40, "learning_rate": 1e-4}, gain=0.3, kl=0.3
     ),
     "replies": Case(
         "replies",
@@ -308,11 +304,7 @@ def data(folder: Path, max_length: int) -> dict[str, Any]:
 
 # --- a trial ----------------------------------------------------------------------------------------------------------
 
-QUIET = {
-    "devices": {"type": "cpu"},
-    "checkpoint": {"save_steps": 1_000_000},
-    "tracking": {"logging_steps": 1},
-}
+QUIET = {"devices": {"type": "cpu"}, "checkpoint": {"save_steps": 1_000_000}, "tracking": {"logging_steps": 1}}
 
 
 def train(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,11 +197,7 @@ def test_4bit_needs_something_to_train(shared, scratch_model, tmp_path):
 
 
 MISSING = {
-    "bitsandbytes": (
-        {"load_in_4bit": True},
-        ConfigError,
-        r"load_in_4bit needs bitsandbytes.*\[quant\]",
-    ),
+    "bitsandbytes": ({"load_in_4bit": True}, ConfigError, r"load_in_4bit needs bitsandbytes.*\[quant\]"),
     "flash_attn": ({"attention": "flash_attention_2"}, ConfigError, r"needs flash_attn.*\[flash-attn\]"),
     "liger_kernel": ({"use_liger_kernel": True}, ConfigError, r"needs liger_kernel.*\[liger\]"),
 }

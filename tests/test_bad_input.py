@@ -445,10 +445,7 @@ def test_out_of_memory_names_the_knobs(shared, tmp_path):
         "training.batch_size=96",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", OUT_OF_MEMORY, "train", *settings],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
+        [sys.executable, "-c", OUT_OF_MEMORY, "train", *settings], capture_output=True, text=True, cwd=tmp_path
     )
     print(done.stderr)
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -67,10 +67,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs data.validation"),
         ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
-        (
-            "evaluation: {with_replacement: true}\n",
-            "evaluation.with_replacement is true, but num_batches is null",
-        ),
+        ("evaluation: {with_replacement: true}\n", "evaluation.with_replacement is true, but num_batches is null"),
         (
             "evaluation: {datasets: [{name: a, source: b, with_replacement: true}]}\n",
             "evaluation.datasets.0.with_replacement is true, but num_batches is null",
@@ -166,10 +163,7 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo, orpo"),
         ({"type": "orpo", "simpo_gamma": 1}, "method.simpo_gamma is not a setting of orpo, but of cpo, simpo"),
         ({"type": "cpo", "simpo_gamma": 1}, "method.simpo_gamma is read by loss_type: simpo only, not by sigmoid"),
-        (
-            {"type": "cpo", "loss_type": "ipo", "label_smoothing": 0.1},
-            "by loss_type: sigmoid, simpo only, not by ipo",
-        ),
+        ({"type": "cpo", "loss_type": "ipo", "label_smoothing": 0.1}, "by loss_type: sigmoid, simpo only, not by ipo"),
         ({"type": "cpo", "loss_type": ["ipo"]}, "method.loss_type is a list; it must be sigmoid or hinge"),
         (
             {"type": "simpo", "loss_type": "ipo"},
@@ -183,14 +177,8 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "dpo", "loss_type": ["hinge", "hinge"]}, "method.loss_type names a loss twice"),
         ({"type": "dpo", "loss_type": "robust", "label_smoothing": 0.5}, "needs less than 0.5"),
         ({"type": "dpo", "loss_type": "exo_pair"}, "exo_pair takes its logarithm and needs more than 0"),
-        (
-            {"type": "dpo", "loss_type": "hinge", "label_smoothing": 0.1},
-            "is read by loss_type: aot, aot_unpaired,",
-        ),
-        (
-            {"type": "dpo", "discopop_tau": 0.1},
-            "discopop_tau is read by loss_type: discopop only, not by sigmoid",
-        ),
+        ({"type": "dpo", "loss_type": "hinge", "label_smoothing": 0.1}, "is read by loss_type: aot, aot_unpaired,"),
+        ({"type": "dpo", "discopop_tau": 0.1}, "discopop_tau is read by loss_type: discopop only, not by sigmoid"),
         ({"type": "dpo", "f_alpha_divergence_coef": 0.1}, "is read by f_divergence_type: alpha_divergence only"),
         ({"type": "dpo", "f_divergence_type": "forward_kl", "loss_type": "aot"}, "not for aot"),
         ({"type": "dpo", "f_divergence_type": "js_divergence", "loss_type": "sft"}, "is not read by sft"),

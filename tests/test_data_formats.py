@@ -71,11 +71,7 @@ def test_hh_keeps_two_prompts_that_differ():
 
 @pytest.mark.parametrize(
     ("transcript", "reason"),
-    [
-        ("no turns", "no `"),
-        ("\n\nAssistant: b\n\nHuman: c", "does not end"),
-        ("\n\nAssistant: b", "no turn"),
-    ],
+    [("no turns", "no `"), ("\n\nAssistant: b\n\nHuman: c", "does not end"), ("\n\nAssistant: b", "no turn")],
 )
 def test_hh_that_is_no_transcript(transcript, reason):
     with pytest.raises(RowError, match=reason):
@@ -410,12 +406,7 @@ def test_formats_of_real_data_are_told_and_every_row_read(shared, name):
     ("format", "columns", "kind", "message"),
     [
         ("auto", {}, "sft", "has the columns better, q, worse, which fit no format"),
-        (
-            "preference",
-            {},
-            "pair",
-            "no column chosen, rejected, which format preference needs; it has better, q",
-        ),
+        ("preference", {}, "pair", "no column chosen, rejected, which format preference needs; it has better, q"),
         ("preference", {"chosen": "best"}, "pair", "no column 'best' .for chosen.; did you mean better"),
         ("preference", {"win": "better"}, "pair", "format preference has no field 'win'; it has chosen, rejected"),
         ("problem_answer", {"problem": "q"}, "sft", "no column solution or answer"),

@@ -317,8 +317,7 @@ def rollout_of(*texts: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"),
-    [(2, {"reasoning_length": 3.5, "reasoning_tokens": 5.0}), (1, {"reasoning_length": 5.0})],
+    ("version", "expected"), [(2, {"reasoning_length": 3.5, "reasoning_tokens": 5.0}), (1, {"reasoning_length": 5.0})]
 )
 def test_the_length_of_reasoning_in_characters_and_in_tokens(version, expected):
     """Of the completions that have some: `ab 🦙` has 4 characters and 7 bytes, which are tokens here, `abc` 3 and 3."""

@@ -132,10 +132,7 @@ def whole_online(sums_home, tmp_path_factory):
     return of
 
 
-METHODS = {
-    "grpo": {"beta": 0.05},
-    "ppo": {"type": "ppo", "num_ppo_epochs": 2, "num_minibatches": 2, "target_kl": 1.0},
-}
+METHODS = {"grpo": {"beta": 0.05}, "ppo": {"type": "ppo", "num_ppo_epochs": 2, "num_minibatches": 2, "target_kl": 1.0}}
 ONLINE = {  # the method; what fails at which of its calls, with what; what is raised; the step that is saved
     "reward": ("grpo", sums, "exact", 4, ValueError("no"), RewardError, 2),  # steps 1 and 2, the evaluation, step 3
     "engine": ("grpo", EmbeddedEngine, "load", 5, EngineError("dead"), EngineError, 3),  # made, at the start, 1 to 3

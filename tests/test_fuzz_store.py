@@ -175,11 +175,7 @@ def read_rollouts(run: Path) -> None:
         with StoredRun(run, looking=True) as stored:
             calls = [stored.steps, lambda: [*stored.summary()], stored.evaluations, stored.last_evaluations]
             calls += [lambda: stored.prompts(1), lambda: stored.rollouts(1), lambda: stored.rollouts(1, 0)]
-            calls += [
-                lambda: stored.extremes(1, 2),
-                lambda: stored.extremes(1, 2, "a"),
-                lambda: stored.require(1),
-            ]
+            calls += [lambda: stored.extremes(1, 2), lambda: stored.extremes(1, 2, "a"), lambda: stored.require(1)]
             for call in calls:
                 found = outcome(call)
                 assert not isinstance(found, Exception) or isinstance(found, RunError), found

@@ -195,10 +195,7 @@ def test_nothing_listens(settings):
 
 
 def test_retry_after_is_obeyed(server, settings):
-    server.script = [
-        {"status": 429, "headers": {"Retry-After": "1"}},
-        {"status": 503, "headers": {"Retry-After": "0"}},
-    ]
+    server.script = [{"status": 429, "headers": {"Retry-After": "1"}}, {"status": 503, "headers": {"Retry-After": "0"}}]
     assert one(settings()).requests == 3
     first, second, third = (asked[0] for asked in server.asked)
     assert second - first >= 0.99 and third - second < 0.9

@@ -166,10 +166,7 @@ def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_u
     subprocess.run([*launched(str(file)), "--name", "whole"], env=environment, check=True)
     whole = load_file(tmp_path / "whole/final/model.safetensors")
 
-    damages = {
-        "missing": Path.unlink,
-        "truncated": lambda part: part.write_bytes(part.read_bytes()[:-9]),
-    }
+    damages = {"missing": Path.unlink, "truncated": lambda part: part.write_bytes(part.read_bytes()[:-9])}
     alone = [sys.executable, "-m", "posttrain", "train"]
     for number, (problem, damage) in enumerate(damages.items()):
         folder = tmp_path / f"run-{number}"

@@ -83,10 +83,7 @@ BY_HAND = {
         -log_sig(1) - 0.5 * log_sig(-1) - 0.5 * log_sig(1.5),
         -log_sig(-0.5) - 0.5 * log_sig(0.5) - 0.5 * log_sig(-0.5),
     ],
-    "robust": [
-        (-0.9 * log_sig(2.5) + 0.1 * log_sig(-2.5)) / 0.8,
-        (-0.9 * log_sig(-1) + 0.1 * log_sig(1)) / 0.8,
-    ],
+    "robust": [(-0.9 * log_sig(2.5) + 0.1 * log_sig(-2.5)) / 0.8, (-0.9 * log_sig(-1) + 0.1 * log_sig(1)) / 0.8],
     "bco_pair": [-log_sig(1) - log_sig(1.5), -log_sig(-0.5) - log_sig(-0.5)],
     "sppo_hard": [(2 - 1) ** 2 + (-3 + 1) ** 2, (-1 - 1) ** 2 + (1 + 1) ** 2],
     # Margins log π(chosen) − log π(rejected) are 5 and −2, those of the reference 0 and 0: sorted δ = (−2, 5).

@@ -128,13 +128,7 @@ def test_off_policy_ratios_give_the_gradient_of_the_new_policy(logits):
     for s in range(9):
         logprob_N, sequence_N, length_S = flat(logprobs(logits)[s : s + 1])
         value_N, _ = policy_loss(
-            POLICY_LOSSES["rloo"],
-            logprob_N,
-            old_logprob[s],
-            REWARD_S[s].expand(2),
-            sequence_N,
-            length_S,
-            epsilon=1e6,
+            POLICY_LOSSES["rloo"], logprob_N, old_logprob[s], REWARD_S[s].expand(2), sequence_N, length_S, epsilon=1e6
         )
         total += old_logprob[s].sum().exp() * torch.autograd.grad(value_N.mean(), logits)[0]
     torch.testing.assert_close(total, true_gradient(logits), rtol=1e-9, atol=1e-12)

@@ -22,14 +22,7 @@ from posttrain.runs import summary
 from posttrain.runs.checkpoint import verify
 from posttrain.runs.finding import checked_name, find_runs, size_of
 from posttrain.runs.folder import Notes, read_notes, write_notes
-from posttrain.runs.managing.listing import (
-    Column,
-    bound,
-    cell_width,
-    filtered,
-    ordered,
-    table_lines,
-)
+from posttrain.runs.managing.listing import Column, bound, cell_width, filtered, ordered, table_lines
 from posttrain.runs.metrics import first_latest, headlines, latest_metrics
 from posttrain.runs.run import Run
 from posttrain.runs.summary import RunSummary, summaries_below

@@ -250,10 +250,7 @@ def test_the_gate_passes_a_good_policy_and_fails_one_wrong_layer(stories, quanti
 def test_the_divergence_is_that_of_full_logits(stories, quantised, completions):
     """KL and flips of each token = those of plain transformers, one completion at a time."""
     kls, flips = diverge(loaded(stories), loaded(quantised["int4"].folder), completions[:3])
-    one, two = (
-        AutoModelForCausalLM.from_pretrained(stories),
-        loaded(quantised["int4"].folder, attention="sdpa"),
-    )
+    one, two = (AutoModelForCausalLM.from_pretrained(stories), loaded(quantised["int4"].folder, attention="sdpa"))
     for index, example in enumerate(completions[:3]):
         [root] = example.trees
         prompt, tokens = list(root.tokens), list(root.children[0].tokens)

@@ -67,8 +67,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_dpo_leaves_a_whole_run_folder(tmp_path, shared):
     model = shared / "models/stories260K"
     folder = run(
-        tmp_path,
-        **dpo(shared, model, data={"validation": {"rows": 4}}, checkpoint={"best_metric": "eval_loss"}),
+        tmp_path, **dpo(shared, model, data={"validation": {"rows": 4}}, checkpoint={"best_metric": "eval_loss"})
     )
     for name in (
         "run.json",

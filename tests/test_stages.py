@@ -598,11 +598,7 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
     stories = shared / "models/stories260K"
     data = {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 16,
             "max_length": 400}  # fmt: skip
-    stages = {
-        "dpo": {"method": "dpo"},
-        "more": {"method": "dpo", "init_from": "dpo"},
-        "reward": {"method": "reward"},
-    }
+    stages = {"dpo": {"method": "dpo"}, "more": {"method": "dpo", "init_from": "dpo"}, "reward": {"method": "reward"}}
     models = [{"path": str(stories)}, {"path": str(scratch_model)}]
     chained = chain(tmp_path, shared, stories, data=data, stages=stages, models=models)
     update = Loop.update

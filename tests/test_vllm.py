@@ -215,10 +215,7 @@ def test_a_server_that_is_absent():
 def test_a_server_of_another_version():
     with (
         standing_in(server.Desk("0.29.1", 0.7)) as url,
-        pytest.raises(
-            EngineError,
-            match=r"http://.* another version of vLLM: 0\.29\.1, but 0\.32 is needed.*pip",
-        ),
+        pytest.raises(EngineError, match=r"http://.* another version of vLLM: 0\.29\.1, but 0\.32 is needed.*pip"),
     ):
         make_engine("vllm", policy_of(), vllm=at(url))
 
@@ -251,10 +248,7 @@ def test_a_server_of_something_else():
 
 
 def test_a_server_that_accepts_and_says_nothing():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(EngineError, match=r"no heartbeat for 0\.3 s"),
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(EngineError, match=r"no heartbeat for 0\.3 s"):
         make_engine("vllm", policy_of(), vllm=at(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.3))
 
 

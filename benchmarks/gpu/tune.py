@@ -138,10 +138,7 @@ def leaf(count: int) -> Node:
     return Node([1] * (count + 1), trained=True)  # the last token is not fed
 
 
-TREES = {
-    "sequence": leaf(TOKENS),
-    "pair": Node([1] * (TOKENS // 2), children=(leaf(TOKENS // 4), leaf(TOKENS // 4))),
-}
+TREES = {"sequence": leaf(TOKENS), "pair": Node([1] * (TOKENS // 2), children=(leaf(TOKENS // 4), leaf(TOKENS // 4)))}
 
 
 def inputs(setup: Setup, size: str) -> list[Tensor]:

@@ -65,8 +65,7 @@ def save(
         int | None, typer.Option("--max-rows", min=1, help="Number of rows per split, from the start.")
     ] = None,
     max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", min=1, help="Only rows whose texts have at most so many tokens."),
+        int | None, typer.Option("--max-length", min=1, help="Only rows whose texts have at most so many tokens.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model whose tokenizer counts for --max-length.")] = None,
 ) -> None:

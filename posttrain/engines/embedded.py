@@ -19,14 +19,7 @@ from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
 from posttrain.engines.protocol import Completion, Engine, Finished, Request, Sampling, StopTexts, checked_requests
 from posttrain.engines.turns import Conversing, Follow, Turn
-from posttrain.models.families import (
-    base_of,
-    check_positions,
-    head_layer,
-    is_packed,
-    is_recurrent,
-    trains_rows,
-)
+from posttrain.models.families import base_of, check_positions, head_layer, is_packed, is_recurrent, trains_rows
 from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # maximum number of live completions; more are hardly faster

@@ -83,13 +83,7 @@ class Episodes:
     RewrittenTurn for a chat template that rewrites earlier turns if the limits refuse it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        environments: Environments,
-        codecs: Mapping[str | None, Codec],
-        limits: Limits,
-    ):
+    def __init__(self, engine: Engine, environments: Environments, codecs: Mapping[str | None, Codec], limits: Limits):
         self.engine, self.codecs, self.environments, self.limits = engine, codecs, environments, limits
         if limits.rewritten_turns == "refuse":
             for name, kind in environments.kinds.items():

@@ -27,17 +27,7 @@ from posttrain.data.holdout import mixed
 from posttrain.data.readers import read_files
 from posttrain.evaluation.items import FIELD, load_items
 from posttrain.evaluation.suite import find_suite, suite_names, with_settings
-from posttrain.inspection.texts import (
-    PRIME,
-    Array,
-    Corpus,
-    Texts,
-    jaccard,
-    ngrams,
-    ngrams_of_each,
-    shingles,
-    words_of,
-)
+from posttrain.inspection.texts import PRIME, Array, Corpus, Texts, jaccard, ngrams, ngrams_of_each, shingles, words_of
 
 SHINGLE = 5  # words of an n-gram
 NEAR = 0.8

@@ -65,12 +65,7 @@ def grpo_clip(
 
 
 def cispo(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon: float = 0.2, epsilon_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """−min(ρ, ε_high) A log π, min(…) detached, and whether it was capped. CISPO, arXiv 2506.13585, eq. 4 and 5.
 

@@ -37,16 +37,7 @@ from posttrain.losses.policy import (
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
-from posttrain.recipes.online import (
-    Minibatch,
-    Step,
-    TokenReference,
-    Updates,
-    minibatches,
-    online,
-    reference_of,
-    scored,
-)
+from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
 from posttrain.rollout import Rollout, RolloutPack, stored_turns
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_ratio

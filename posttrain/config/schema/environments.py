@@ -9,8 +9,7 @@ from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.types import AboveZero, Positive, Text
 
 MaxTurns = Annotated[
-    Positive | None,
-    Field(description="Maximum number of replies of an episode; null: as many as its tokens allow."),
+    Positive | None, Field(description="Maximum number of replies of an episode; null: as many as its tokens allow.")
 ]
 MaxToolCalls = Annotated[Positive | None, Field(description="Maximum number of tool calls of an episode.")]
 MaxToolResult = Annotated[

@@ -26,8 +26,7 @@ RATIO_LOSSES = frozenset(get_args(PolicyLossType)) - {"no_baseline", "reinforce_
 CLIPPED_LOSSES = RATIO_LOSSES - {"sapo", "vespo"}
 KLEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="Estimator of the KL to the reference.")]
 KLUse = Annotated[
-    Literal["loss", "reward"],
-    Field(description="Use of the KL: as a term of the loss, or as a penalty on the reward."),
+    Literal["loss", "reward"], Field(description="Use of the KL: as a term of the loss, or as a penalty on the reward.")
 ]
 # Settings with another name in PPO, so that aliases (posttrain/config/reading/layers.py) resolve to its names.
 PPO_NAMES = {"beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
@@ -250,10 +249,7 @@ class GRPOMethod(PolicyGradientMethod):
                 "is token, but gspo is the loss with one ratio per sequence; loss_type: grpo has one per token",
             )
         if self.delta is not None and self.delta <= 1 + (self.epsilon_high or self.epsilon):
-            yield (
-                "delta",
-                f"is {self.delta}; it bounds ratios beyond the clip range: give more than 1 + epsilon_high",
-            )
+            yield ("delta", f"is {self.delta}; it bounds ratios beyond the clip range: give more than 1 + epsilon_high")
         if self.use_bias_correction_kl and (self.beta <= 0 or self.kl_in == "reward"):
             yield "use_bias_correction_kl", "changes the KL as a term of the loss, which this run does not have"
         level = "" if self.importance_sampling is None else self.importance_sampling.mode.partition("_")[0]

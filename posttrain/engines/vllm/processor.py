@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
-from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
-    BatchUpdate,
-    LogitsProcessor,
-    process_dict_updates,
-)
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates  # pyright: ignore[reportMissingImports]
 
 from posttrain.base.words import by_key
 from posttrain.engines.protocol import Sampling

@@ -12,16 +12,7 @@ from posttrain.base.files import leftovers, settle
 from posttrain.base.words import counted, in_units
 from posttrain.runs.atomic import refusing, remove_folder
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
-from posttrain.runs.finding import (
-    RUN_FILE,
-    SNAPSHOTS,
-    folders_of,
-    held,
-    is_garbage,
-    is_group,
-    root_of,
-    size_of,
-)
+from posttrain.runs.finding import RUN_FILE, SNAPSHOTS, folders_of, held, is_garbage, is_group, root_of, size_of
 from posttrain.runs.folder import refuse_occupied
 from posttrain.runs.managing.copies import COPY
 from posttrain.runs.managing.paths import Need, finish_renaming, needed, refuse_needed, within
