@@ -22,9 +22,9 @@ from posttrain.config.reading.fields import (
 from posttrain.config.reading.hints import hint
 from posttrain.config.render import HEADINGS, flow
 from posttrain.config.schema.data import SourceConfig
-from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.config.schema.evaluation import EvaluationDataset, SuiteEntry
 from posttrain.config.schema.rewards import Reward, RewardTerm
+from posttrain.config.schema.rollout import EnvironmentConfig
 
 REWARDS = models_in(Reward)
 REWARD_TERM = {"type", *RewardTerm.model_fields}

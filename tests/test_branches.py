@@ -17,8 +17,8 @@ from posttrain.base.errors import ConfigError
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.config.schema.online import GRPOMethod
+from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.engines import EmbeddedEngine, Sampling, generation
 from posttrain.engines.protocol import seed_of
 from posttrain.engines.turns import Turn, converse

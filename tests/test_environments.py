@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from posttrain.base.errors import RewardError
-from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.environments.process import Attributes, Environments, EpisodeError
 
 CODE = '''

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import RewardError
-from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.engines import Completion, Sampling
 from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, codecs_of

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from posttrain.base.errors import ConfigError, DataError
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
-from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.data.codec import Codec, RewrittenTurn
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.engines.turns import Turn, converse

@@ -16,7 +16,7 @@ from posttrain.config import load
 from posttrain.config.schema.methods import OWN, UnreadMethod, import_method
 from posttrain.data.sources import open_source
 from posttrain.evaluation.suite import find_suite
-from posttrain.losses.own import own_token_loss
+from posttrain.losses import own_token_loss
 from posttrain.losses.policy import policy_loss_named
 from posttrain.losses.preference import couples_batch, loss_named
 from posttrain.losses.unpaired import own_unpaired_loss, unpaired_loss

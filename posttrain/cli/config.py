@@ -28,12 +28,13 @@ app = typer.Typer(
 )
 
 
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file, which must not exist.")]
+
+
 @app.command()
 def new(
     method: Annotated[str, typer.Argument(help=f"One of {', '.join(EXAMPLES)}.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file, which must not exist.")
-    ] = None,
+    output: Output = None,
     full: Annotated[bool, typer.Option("--full", help="Write every setting, not only the usual ones.")] = False,
 ) -> None:
     """Write a commented settings file to start from."""
@@ -59,9 +60,7 @@ def _write(text: str, output: Path | None, overwrite: bool = False) -> None:
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file, shell script or text with a command; -: stdin.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file, which must not exist.")
-    ] = None,
+    output: Output = None,
     system: Annotated[
         str | None,
         typer.Option("--from", help=f"System of the file: {', '.join(SYSTEMS)}; without: told by its names."),

@@ -118,16 +118,19 @@ class Report(Counts):
         if self.prompt_tokens.max:
             limit = "" if self.max_prompt_length is None else f" (limit {self.max_prompt_length:,})"
             out.append(f"prompt tokens: {self.prompt_tokens}{limit}")
-        return [*out, *self.findings(), *(f"  {row}" for row in self.malformed[:10])]
+        return [*out, *self._counts(), *(f"  {row}" for row in self.malformed[:10]), *self._notes()]
 
     def findings(self) -> list[str]:
-        """What is not read or not used as it is, one fact per line; malformed rows come last."""
+        """What is not read or not used as it is, one fact per line."""
+        return [*self._counts(), *self._notes()]
+
+    def _counts(self) -> list[str]:
         counts = {what: getattr(self, name) for name, what in WORDS["findings"].items()}
         counts["malformed, dropped"] = len(self.malformed)
-        dropped = [
-            f"{counted(count, 'row')}{_share(count, self.read)} {what}" for what, count in counts.items() if count
-        ]
-        return [*self._unread(), *self.warnings, *self.notes, *dropped]
+        return [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for what, count in counts.items() if count]
+
+    def _notes(self) -> list[str]:
+        return [*self._unread(), *self.warnings, *self.notes]
 
     @property
     def warnings(self) -> list[str]:

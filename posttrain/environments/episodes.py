@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import DataError
 from posttrain.base.words import counted
 from posttrain.config import RolloutConfig
-from posttrain.config.schema.environments import EnvironmentConfig, RewrittenTurns
+from posttrain.config.schema.rollout import EnvironmentConfig, RewrittenTurns
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.codec import Codec, Reply, RewrittenTurn
 from posttrain.data.render import Message

@@ -25,7 +25,7 @@ from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders, table_beside
 from posttrain.base.functions import as_module, find_function
 from posttrain.base.system import CAN_FORK
-from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.grading.process import Deadlines, Template, worker_environment
 
 BODY = "posttrain.environments.worker:serve"

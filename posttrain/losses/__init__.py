@@ -1,16 +1,21 @@
 """Losses as pure, unreduced functions of tensors; _P means pairs, _N scored tokens (legend in posttrain/batch.py).
 
 This module contains what all losses share: the likelihood of tokens; means over a step and their exact gradients, which
-do not depend on how the step is divided into packs, batches and ranks; and shape checks.
+do not depend on how the step is divided into packs, batches and ranks; shape checks; and functions of the user's, which
+`method.loss_type` names as `module:function`, tried before they are used.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from posttrain.base.errors import ConfigError
+from posttrain.base.functions import find_function
 
 # Beyond this exp() overflows float32. A clamped exponent gives a loss without gradient instead of an infinite one.
 MAX_EXPONENT = 80.0
@@ -86,3 +91,60 @@ def check_shapes(**named: Tensor) -> None:
     if len({tensor.shape for tensor in named.values()}) > 1:
         listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
         raise ValueError(f"expected tensors of one shape, got {listed}")
+
+
+def own_loss(
+    name: str,
+    settings: Mapping[str, Any],
+    inputs: Sequence[Tensor],
+    arguments: Callable[..., tuple[Any, ...]] = lambda *tensors: tensors,
+    may_couple: bool = False,
+) -> tuple[Callable[..., Any], bool]:
+    """A user's loss; and whether its values for the first half of the `inputs`, for which it is tried, depend on the
+    second half.
+
+    The loss is called with `arguments(*inputs)` and those of the `settings` that it reads. It must return one value for
+    each entry of the first input, or a tuple that begins with these values. Raises ConfigError if it does not or,
+    unless it `may_couple`, if the values depend; and RewardError if there is no such function.
+    """
+    function = find_function(name)
+    if unknown := sorted(keywords_of(function) - settings.keys()):
+        raise ConfigError(
+            f"method.loss_type: {name} takes the keyword {', '.join(unknown)}; this method offers {', '.join(settings)}"
+        )
+
+    def tried(tensors: Sequence[Tensor]) -> Tensor:
+        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+        try:
+            with torch.enable_grad():
+                values = called(function, *arguments(*leaves), **settings)
+        except Exception as error:  # the user's code may raise any
+            raise ConfigError(f"method.loss_type: {name} failed with {type(error).__name__}: {error}") from error
+        values = values[0] if isinstance(values, tuple) else values
+        size = len(tensors[0])
+        if not isinstance(values, Tensor) or values.shape != (size,):
+            got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ConfigError(f"method.loss_type: {name} returned {got}; it must return one value for each of {size}")
+        if not values.isfinite().all():
+            raise ConfigError(
+                f"method.loss_type: {name} returned {values.tolist()} for {[t.tolist() for t in tensors]}"
+            )
+        if not values.requires_grad:
+            raise ConfigError(f"method.loss_type: {name} has no gradient: it does not depend on the policy")
+        return values.detach()
+
+    half = len(inputs[0]) // 2
+    whole, first = tried(inputs), tried([tensor[:half] for tensor in inputs])
+    couples = not torch.allclose(whole[:half], first)
+    if couples and not may_couple:
+        raise ConfigError(
+            f"method.loss_type: {name} gives values that depend on others of the batch, such as a mean over it; only a "
+            "loss on pairs may do that, because a batch is several packs"
+        )
+    return function, couples
+
+
+@functools.cache
+def own_token_loss(name: str) -> Callable[[Tensor], Tensor]:
+    """A user's loss of each token from its log-probability, [N] to [N]. Raises the errors of `own_loss`."""
+    return own_loss(name, {}, [torch.tensor([-0.1, -1.0, -4.0, -2.0])])[0]

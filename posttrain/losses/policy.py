@@ -17,8 +17,7 @@ from torch import Tensor
 
 from posttrain.base.errors import ConfigError
 from posttrain.batch import sum_segments
-from posttrain.losses import MAX_EXPONENT, called, check_shapes
-from posttrain.losses.own import own_loss
+from posttrain.losses import MAX_EXPONENT, called, check_shapes, own_loss
 
 # There is one ratio π / π_old per token, or per completion: the geometric mean over its tokens (sequence, GSPO), or the
 # product over its tokens (product, RLOO).

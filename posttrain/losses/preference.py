@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses import MAX_EXPONENT, called, check_vectors, keywords_of, smoothed
-from posttrain.losses.own import own_loss
+from posttrain.losses import MAX_EXPONENT, called, check_vectors, keywords_of, own_loss, smoothed
 
 Score = Callable[[Tensor], Tensor]
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses import called, check_vectors
-from posttrain.losses.own import own_loss
+from posttrain.losses import called, check_vectors, own_loss
 
 UNPAIRED_LOSSES = ("kto", "bco", "apo_zero_unpaired")
 

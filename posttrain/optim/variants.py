@@ -288,27 +288,23 @@ class Muon(AdamW):
     def __init__(self, model: nn.Module, *args, **settings):
         self._names = layer_matrices(model)
         super().__init__(model, *args, **settings)
-        matrices = [self.masters[name] for name in sorted(self._names)]
-        self._muon = torch.optim.Muon(
-            matrices, lr=0.0, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ) if matrices else None  # fmt: skip
+        matrices = [{"params": [self.masters[name] for name in sorted(self._names)]}]
+        self._muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw")
 
     def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
         return super()._torch_adamw({name: m for name, m in masters.items() if name not in self._names})
 
     def _update(self, learning_rate: float) -> None:
         super()._update(learning_rate)
-        if self._muon is None:
-            return
         self._muon.param_groups[0]["lr"] = learning_rate
         self._muon.step()
         for state in self._muon.state.values():
             state["step"] = state.get("step", torch.zeros(())) + 1
 
     def state(self) -> dict[str, Tensor]:
-        tensors, own = super().state(), {} if self._muon is None else self._muon.state
+        tensors = super().state()
         for name in sorted(self._names):
-            tensors |= {f"{name}|{key}": value for key, value in own.get(self.masters[name], {}).items()}
+            tensors |= {f"{name}|{key}": value for key, value in self._muon.state.get(self.masters[name], {}).items()}
         return tensors
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
@@ -318,11 +314,10 @@ class Muon(AdamW):
 
     def _forget_moments(self, name: str) -> None:
         super()._forget_moments(name)
-        if self._muon is not None:
-            self._muon.state.pop(self.masters[name], None)
+        self._muon.state.pop(self.masters[name], None)
 
     def _load(self, name: str, key: str, value: Tensor) -> None:
-        if name not in self._names or self._muon is None:
+        if name not in self._names:
             return super()._load(name, key, value)
         device = torch.device("cpu") if key == "step" else self.masters[name].device
         self._muon.state[self.masters[name]][key] = value.to(device, torch.float32)

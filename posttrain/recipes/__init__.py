@@ -14,7 +14,7 @@ from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.methods import UnreadMethod
 from posttrain.config.schema.rewards import PythonReward
 from posttrain.config.schema.types import is_own
-from posttrain.losses.own import own_token_loss
+from posttrain.losses import own_token_loss
 from posttrain.losses.policy import policy_loss_named
 from posttrain.losses.preference import couples_batch
 from posttrain.losses.unpaired import own_unpaired_loss

@@ -133,11 +133,13 @@ class PolicyGradientLoss:
             step.trainer_R[at_N] = new_N
         old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
         where, sampler_N = (pack.sequence_N, pack.length_S), step.sampler(at_N, old_N)
-        importance_N = importance(method, old_N, sampler_N, *where)
+        importance_N = torch.ones_like(old_N)
+        if method.importance_sampling is not None:
+            settings = method.importance_sampling.model_dump()
+            importance_N, _ = sampling_weights(old_N, sampler_N, *where, **settings)
+        behaviour_N = old_N
         if loss_of(method).surrogate is vespo:  # it weighs a completion by all that changed since it was sampled
             behaviour_N, importance_N = old_N - importance_N.log().clamp(min=LEAST_LOG_W), torch.ones_like(old_N)
-        else:
-            behaviour_N = old_N
         loss_N, clipped_N = surrogate(method, scores.logprob_N, behaviour_N, advantage_N, *where)
         step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
@@ -176,13 +178,6 @@ class PolicyGradientLoss:
         check_ratio(new_N - old_N, dtype, record)
         if step.reference_R is not None and self.method.ref_model is None:
             check_margins(pack.sum_by_sequence(old_N - step.reference_R[at_N]), pack.length_S, dtype, record)
-
-
-def importance(method: AnyMethod, old_N: Tensor, sampler_N: Tensor, sequence_N: Tensor, length_S: Tensor) -> Tensor:
-    """The weight of each token for what the engine computed differently. [N]"""
-    if method.importance_sampling is None:
-        return torch.ones_like(old_N)
-    return sampling_weights(old_N, sampler_N, sequence_N, length_S, **method.importance_sampling.model_dump())[0]
 
 
 def entropy_coef(method: AnyMethod, memory: Mapping[str, float]) -> float:

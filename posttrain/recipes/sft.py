@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from posttrain.batch import Example, Pack
 from posttrain.config import SFTMethod
 from posttrain.data import Prepared
-from posttrain.losses import dft, global_mean, nll
-from posttrain.losses.own import own_token_loss
+from posttrain.losses import dft, global_mean, nll, own_token_loss
 from posttrain.models.families import base_of
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline

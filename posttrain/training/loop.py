@@ -358,9 +358,7 @@ def schedule(
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)  # some arguments are learning rates
     try:
-        made = get_scheduler(kind, optimizer, warmup, total, dict(arguments))
-        assert isinstance(made, torch.optim.lr_scheduler.LambdaLR)
-        return made.lr_lambdas[0]
+        return get_scheduler(kind, optimizer, warmup, total, dict(arguments)).lr_lambdas[0]  # pyright: ignore
     except (TypeError, ValueError) as error:
         raise ConfigError(f"training.lr_scheduler_kwargs: {kind} does not take {dict(arguments)}: {error}") from error
 

@@ -37,6 +37,7 @@ class SFTMethod(MethodSettings):
     learning_rates = (2e-5, 2e-4)
     measured = ("entropy", "mean_token_accuracy")
     headline = "loss"
+    loss_setting = "loss_type"
 
     type: Literal["sft"] = setting("sft", "Supervised fine-tuning.")
     loss_type: OrOwn[TokenLoss] = setting(
@@ -49,14 +50,6 @@ class SFTMethod(MethodSettings):
         None, "Whether to train only on the completion; null: if the data has a prompt."
     )
     assistant_only_loss: AssistantOnly = False
-
-    @property
-    def loss_name(self) -> str:
-        return "sft" if self.loss_type == "nll" else self.loss_type
-
-    @classmethod
-    def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
-        return [("sft", {"loss_type": "nll"}), ("dft", {"loss_type": "dft"})]
 
     def check(self) -> Conflicts:
         if self.completion_only_loss and self.assistant_only_loss:

@@ -45,6 +45,18 @@ class OnlineMethod(MethodSettings):
         False, "Whether to exclude completions that reached the length limit from the loss."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _former(cls, values: Any) -> Any:
+        """Accept what runs of earlier versions saved: `jensen_shannon`, and `importance_sampling_cap`."""
+        if isinstance(values, dict) and values.get("divergence") == "jensen_shannon":
+            values = values | {"divergence": "jsd"}
+        if isinstance(values, dict) and "importance_sampling_cap" in values:
+            values = {"importance_sampling": {"clip_max": values["importance_sampling_cap"]}} | values
+            if values.pop("importance_sampling_cap") is None:
+                values["importance_sampling"] = None
+        return values
+
     @property
     def completions_per_prompt(self) -> int:
         return self.num_generations
@@ -83,20 +95,12 @@ class RewardedMethod(OnlineMethod):
     )
     ref_model: RefModel = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _former_cap(cls, values: Any) -> Any:
-        """Accept `importance_sampling_cap`, which runs of earlier versions saved: token_truncate at this bound."""
-        if not isinstance(values, dict) or "importance_sampling_cap" not in values:
-            return values
-        cap = values["importance_sampling_cap"]
-        rest = {name: value for name, value in values.items() if name != "importance_sampling_cap"}
-        return {"importance_sampling": None if cap is None else {"clip_max": cap}} | rest
-
     def check(self) -> Conflicts:
         yield from super().check()
         if not self.has_reference and not self.is_default("kl_estimator"):
             yield "kl_estimator", "applies to the KL to a reference, whose weight is 0; leave it out"
+        if not self.has_reference and self.ref_model is not None:
+            yield "ref_model", "names a reference, but the weight of the KL to it is 0: nothing reads it"
 
 
 class PolicyGradientMethod(RewardedMethod):
@@ -141,8 +145,6 @@ class PolicyGradientMethod(RewardedMethod):
                 "resampling_rounds",
                 "resamples groups of equal rewards, but a group of 1 always has equal rewards; leave it out",
             )
-        if self.ref_model is not None and self.beta <= 0:
-            yield "ref_model", "names a reference, but beta is 0: nothing reads it"
         if self.beta <= 0 and not self.is_default("kl_in"):
             yield "kl_in", "has no effect while beta is 0; leave it out"
         yield from super().check()
@@ -350,8 +352,6 @@ class PPOMethod(RewardedMethod):
             yield "target_kl", "needs a kl_coef above 0: kl_coef adapts by factors, so 0 would never change"
         if not self.is_default("kl_horizon") and self.target_kl is None:
             yield "kl_horizon", "has no effect without target_kl; leave it out"
-        if self.ref_model is not None and self.kl_coef <= 0:
-            yield "ref_model", "names a reference, but kl_coef is 0: nothing reads it"
         yield from super().check()
 
 
@@ -378,13 +378,6 @@ class DistillMethod(OnlineMethod):
     on_policy_fraction: ZeroToOne = setting(
         1.0, "Share of the prompts that the student completes; the rest use the data's completions."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _former_name(cls, values: Any) -> Any:
-        """Accept `jensen_shannon`, which runs of earlier versions saved."""
-        former = isinstance(values, dict) and values.get("divergence") == "jensen_shannon"
-        return values | {"divergence": "jsd"} if former else values
 
     def check(self) -> Conflicts:
         yield from super().check()

@@ -8,12 +8,11 @@ from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.schema.environments import EnvironmentConfig, check_tools
 from posttrain.config.schema.evaluation import METRICS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method, UnreadMethod
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
-from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.rollout import EnvironmentConfig, RolloutConfig, check_tools
 from posttrain.config.schema.training import CheckpointConfig, DevicesConfig, TrackingConfig, TrainingConfig
 from posttrain.config.schema.types import Folder, FolderName, Int, Text, is_name
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import Variables, check_template
-from posttrain.config.schema.environments import (
+from posttrain.config.schema.rollout import (
     EnvironmentConfig,
     MaxToolCalls,
     MaxToolResult,
