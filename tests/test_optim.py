@@ -239,7 +239,7 @@ def test_muon_is_torchs_for_matrices_of_layers_and_adamw_for_the_rest():
             reference.step()
             reference.zero_grad()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # torch iterates in bfloat16
     assert optimizer.updates == 4
 
 
