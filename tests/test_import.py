@@ -669,6 +669,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "missing.yaml cannot be read: No such file" in capsys.readouterr().err
     assert main(["config", "import", "run.sh"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["method"] == {"type": "sft"}
+    Path("grpo.sh").write_text(TRL.format("grpo", ""))
+    assert main(["config", "import", "grpo.sh", "-o", "grpo.yaml"]) == 0
+    out, error = capsys.readouterr()
+    assert "start with" not in out and "still missing: rewards is empty" in error
     assert main(["config", "import", "--help"]) == 0
     assert "posttrain config import train.sh -o dpo.yaml" in capsys.readouterr().out
 

@@ -43,7 +43,7 @@ def new(
     _write(starter(method, everything=full), output)
 
 
-def _write(text: str, output: Path | None, overwrite: bool = False) -> None:
+def _write(text: str, output: Path | None, overwrite: bool = False, lacks: bool = False) -> None:
     if output is None:
         say(text, end="")
         return
@@ -54,7 +54,7 @@ def _write(text: str, output: Path | None, overwrite: bool = False) -> None:
         raise ConfigError(f"{output} exists; choose another name, or remove it first") from None
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
-    say(f"wrote {output}; start with: posttrain train {output}")
+    say(f"wrote {output}" if lacks else f"wrote {output}; start with: posttrain train {output}")
 
 
 @app.command("import")
@@ -90,7 +90,7 @@ def import_(
     source.devices = devices or source.devices
     draft = convert(source, method)
     settle(draft)
-    _write(written(draft), output, overwrite)
+    _write(written(draft), output, overwrite, lacks=bool(draft.lacks))
     for lack in draft.lacks:
         say(f"still missing: {lack}", error=True)
     if draft.left:
