@@ -200,8 +200,8 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 
 def scores_in(pack: Pack, model: nn.Module, hidden_N: torch.Tensor, temperature: float) -> Scores:
     """Return the scores of a pack's targets. Where several sequences go through the same trained tokens, as episodes do
-    that branch, the head computes each of these once."""
-    if len(pack.read_U) > SHARED * len(pack.target_N):
+    that branch, the head computes each of these once; on a GPU, to look for them would wait for the device."""
+    if hidden_N.device.type != "cpu" or len(pack.read_U) > SHARED * len(pack.target_N):
         return scores_of(model, hidden_N, pack.target_N, temperature)
     vocabulary, index_N = len(head_of(model)[0].weight), torch.arange(len(hidden_N), device=hidden_N.device)
     pair_P, of_N = (pack.where_N * vocabulary + pack.target_N).unique(return_inverse=True)

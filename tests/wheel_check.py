@@ -27,7 +27,7 @@ COMMANDS = (
     ("explore", "hh.yaml", "{local}"),
     ("train", "hh.yaml", "{local}", "--max-steps", "2"),
     ("train", "hh.yaml", "{local}", "--max-steps", "4", "--resume"),
-    ("score", "runs/hh/final", "pairs.jsonl"),
+    ("score", "runs/hh", "pairs.jsonl"),
     ("config", "new", "reward", "-o", "reward.yaml"),
 )
 MADE = ("runs/hh/final/model.safetensors", "runs/hh/report.html", "pairs.jsonl.scored.jsonl", "reward.yaml")

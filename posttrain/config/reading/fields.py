@@ -85,7 +85,7 @@ def settings_in(model: type[BaseModel], prefix: str, method: str = "") -> Iterat
             default = None if info.is_required() else info.get_default()
             yield Setting(path, full(info), default, info.is_required(), info.description or "", methods)
         for cls in inner:
-            owner = next((name for name, owned in METHODS.items() if owned is cls), "")
+            owner = next((name for name, owned in METHODS.items() if owned is cls), method)
             yield from settings_in(cls, f"{path}.", owner)
 
 
