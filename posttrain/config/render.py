@@ -31,6 +31,7 @@ def _example(method: type[AnyMethod]) -> dict[str, Any]:
 EXAMPLES = {name: _example(class_of(name)) for name in METHOD_NAMES}
 # The usual settings.
 STARTER = {f"{section}{name}" for section, names in _TEXTS["usual"].items() for name in names.split()}
+FIRST = ("data.tags.reasoning_start", "rollout.vllm.mode", "method.importance_sampling.mode")  # of nested groups
 
 
 def starter(method: str, everything: bool = False) -> str:
@@ -40,7 +41,8 @@ def starter(method: str, everything: bool = False) -> str:
     if not everything:
         best = "eval_reward" if class_of(method).samples_completions else "eval_loss"
         values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": best}
-    wanted = [s for s in all_settings() if (reads(method, s) if everything else _usual(method, s))]
+    single = [s for s in all_settings() if not s.group or s.default is None]  # of a group that is on, its settings
+    wanted = [s for s in single if (reads(method, s) if everything else _usual(method, s))]
     article = "an" if method in ("sft", "orpo", "ipo") else "a"
     lines = [
         f"# Settings of {article} {method} run. Start it:  posttrain train FILE",
@@ -56,7 +58,7 @@ def starter(method: str, everything: bool = False) -> str:
         if setting.section != section:
             section = setting.section
             lines += ["", f"{section}:"]
-        if setting.path in ("data.tags.reasoning_start", "rollout.vllm.mode"):  # the first setting of a nested group
+        if setting.path in FIRST:
             lines.append(f"  {setting.path.split('.')[1]}:")
         off = setting if setting.group and everything else off
         inside = off is not None and f"{setting.path}.".startswith(f"{off.path}.")

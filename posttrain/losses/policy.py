@@ -148,8 +148,6 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "rloo": PolicyLoss(grpo_clip, "sequences", "product"),  # arXiv 2402.14740
     "reinforce_plus_plus": PolicyLoss(grpo_clip, "rollout_tokens"),  # arXiv 2501.03262
 }
-# Losses of each token's own log-probability, which need a ratio for each token.
-OF_TOKENS = (cispo, vespo)
 
 
 @functools.cache
@@ -198,7 +196,7 @@ def policy_loss(
         return policy_gradient(logprob_N, advantage_N), never_N
     level = level or loss.level
     if level != "token":
-        if loss.surrogate in OF_TOKENS:
+        if loss.surrogate in (cispo, vespo):  # they weight each token's own log-probability
             raise ValueError("this loss has a ratio for each token: importance_sampling_level must be token")
         logprob_N = logratio(logprob_N, old_logprob_N, sequence_N, length_S, level)
         old_logprob_N = torch.zeros_like(logprob_N)
