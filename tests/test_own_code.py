@@ -12,7 +12,7 @@ import posttrain
 from posttrain.base.errors import ConfigError, RewardError
 from posttrain.base.functions import find_function
 from posttrain.cli import main
-from posttrain.config import load
+from posttrain.config import GRPOMethod, load
 from posttrain.config.schema.methods import OWN, UnreadMethod, import_method
 from posttrain.data.sources import open_source
 from posttrain.evaluation.suite import find_suite
@@ -20,6 +20,7 @@ from posttrain.losses import own_token_loss
 from posttrain.losses.policy import policy_loss_named
 from posttrain.losses.preference import couples_batch, loss_named
 from posttrain.losses.unpaired import own_unpaired_loss, unpaired_loss
+from posttrain.recipes.grpo import surrogate
 
 LOSSES = '''
 import torch
@@ -204,3 +205,14 @@ def test_a_package_offers_all_of_them(tmp_path, monkeypatch):
     assert OWN["offered_here:Mine"].__name__ == "Mine"
     with pytest.raises(RewardError, match="offered_here:hidden belongs to Python or to an installed package"):
         own_token_loss("offered_here:hidden")
+
+
+def test_a_loss_of_ones_own_gets_the_number_of_the_upper_clip_range(users_module):
+    """`epsilon_high: null` means epsilon, as for the built-in losses."""
+    code = "def wide(logprob_N, old_N, advantage_N, *, epsilon_high):\n    return -epsilon_high * logprob_N\n"
+    users_module("own_clip", code)
+    numbers = torch.tensor([-1.0, -2.0]), torch.zeros(2), torch.ones(2), torch.tensor([0, 0]), torch.tensor([2])
+    for given, expected in ((None, 0.1), (0.3, 0.3)):
+        method = GRPOMethod(loss_type="own_clip:wide", epsilon=0.1, epsilon_high=given)
+        loss_N, clipped_N = surrogate(method, *numbers)
+        assert loss_N.tolist() == pytest.approx([expected, 2 * expected]) and not clipped_N.any()

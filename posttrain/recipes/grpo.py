@@ -26,6 +26,8 @@ from posttrain.losses.policy import (
     LEAST_LOG_W,
     Counts,
     PolicyLoss,
+    cispo,
+    grpo_clip,
     kl_penalty,
     logratio,
     off_policy_kept,
@@ -77,9 +79,8 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
     if old_R is not None:
         step.trainer_R = step.old_R = old_R
     elif method.updates > 1 or penalised:
-        step.trainer_R = step.old_R = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)[
-            :, 0
-        ]
+        logprobs = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)
+        step.trainer_R = step.old_R = logprobs[:, 0]
     if isinstance(method, GRPOMethod) and method.top_entropy_quantile < 1:
         entropy_R = scored(job, rollout, step.parts, lambda pack: scorer(pack, temperature).entropy_N)[:, 0]
         step.top_R = entropy_R >= entropy_R[step.in_loss_R].quantile(1 - method.top_entropy_quantile)
@@ -105,14 +106,8 @@ class PolicyGradientLoss:
     """The clipped surrogate of a minibatch: maps a pack to its share of the loss and its metrics."""
 
     def __init__(self, models: PolicyGradient, step: Step, minibatch: Minibatch):
-        job = models.job
-        self.job, self.method, self.scorer, self.step, self.minibatch = (
-            job,
-            models.method,
-            models.scorer,
-            step,
-            minibatch,
-        )
+        self.job, self.method, self.scorer = models.job, models.method, models.scorer
+        self.step, self.minibatch = step, minibatch
         self.entropy_coef = entropy_coef(models.method, models.state.memory)
         self.top_share = 1.0 if step.top_R is None else step.top_R[step.in_loss_R].float().mean()
         length_S = step.rollout.length_S
@@ -214,6 +209,8 @@ def surrogate(
     loss = loss_of(method)
     names = keywords_of(loss.surrogate) & type(method).model_fields.keys() if loss.surrogate else ()
     settings = {name: getattr(method, name) for name in names}
+    if loss.surrogate not in (cispo, grpo_clip) and settings.get("epsilon_high", 0.0) is None:
+        settings["epsilon_high"] = method.epsilon  # a user's loss gets the number
     level = method.importance_sampling_level if isinstance(method, GRPOMethod) else None
     return policy_loss(loss, logprob_N, old_N, advantage_N, sequence_N, length_S, level=level, **settings)
 
