@@ -86,7 +86,7 @@ def runs(venv: Path) -> None:
         print(f"imported: {place} (torch {torch}, transformers {transformers})")
         (home / "hh.yaml").write_text(first_run())
         with gzip.open(rows, "rt", encoding="utf-8") as lines:
-            (home / "pairs.jsonl").write_text("".join(itertools.islice(lines, 200)))
+            (home / "pairs.jsonl").write_text("".join(itertools.islice(lines, 400)))
         local = (f"model={model}", "data.source=pairs.jsonl", "--batch-size", "2")
         for command in COMMANDS:
             words = [word for part in command for word in (local if part == "{local}" else (part,))]
