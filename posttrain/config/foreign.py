@@ -233,7 +233,7 @@ def lay_data(draft: Draft) -> None:
 
 
 def _shared(draft: Draft, sources: list[str], layouts: list[Entry]) -> Entry:
-    """What the data sets have in common, since one layout is for all; a format that is left out is inferred."""
+    """What the data sets have in common, since one layout is for all; a missing format is inferred."""
     if len(layouts) > 1 and draft.kind.kind != "pair":  # the inferred formats read both names
         same = ({"conversations": "messages"}, {"messages": "conversations"})
         layouts = [each | {"columns": None} if each["columns"] in same else each for each in layouts]

@@ -202,7 +202,7 @@ def settle(draft: Draft) -> None:
     value of the wrong type, with its place."""
     known = {s.path: s.default for s in all_settings() if not s.methods or draft.kind.name() in s.methods}
     order, said = {path: number for number, path in enumerate(known)}, {"", *draft.source.values}
-    told = draft.lacks
+    reported = draft.lacks
     draft.settings = {
         path: value
         for path, value in sorted(draft.settings.items(), key=lambda item: order.get(item[0], len(order)))
@@ -216,7 +216,7 @@ def settle(draft: Draft) -> None:
             problems = []
         except ValidationError as error:
             problems = [line.split(" ", 1) for line in explain(error, layers.values, {})]
-        draft.lacks = [*told, *(f"{at} {text}" for at, text in problems)]
+        draft.lacks = [*reported, *(f"{at} {text}" for at, text in problems)]
         wrong = {
             path: text
             for at, text in problems

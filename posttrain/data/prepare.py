@@ -67,7 +67,7 @@ class Options:
     The same `seed` holds out the same rows for all kinds, templates and limits; `held_out` gives the row numbers
     instead. The report names `method`. With `behavior_version` 1, rows are tokenised and truncated as in runs started
     before the version was recorded, and the validation rows are a random part of the rows within the limits. Without
-    `refuse_malformed`, the report tells if more than 1 % of the rows are malformed.
+    `refuse_malformed`, more than 1 % of malformed rows are reported, not refused.
     """
 
     datasets: Sequence[EvaluationDataset] = ()

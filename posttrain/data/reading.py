@@ -169,7 +169,7 @@ class Reader:
             contents.append(content)
             notes += [note] if note else []
             if len(reading.malformed) > MALFORMED_SHARE * reading.read:
-                notes.append(self._tell_malformed(part.source, reading))
+                notes.append(self._malformed_note(part.source, reading))
             read.append(reading.read)
         kind = self.kind
         table = Table(tables, read, makes_room=not kind.samples and self.behavior_version > 1)
@@ -187,7 +187,7 @@ class Reader:
         used = list(parts[: len(read)])
         return Loaded(kind, table, fitted, limits, used, np.cumsum(sizes).tolist(), contents, report)
 
-    def _tell_malformed(self, source: str, reading: Reading) -> str:
+    def _malformed_note(self, source: str, reading: Reading) -> str:
         bad = f"{len(reading.malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}"
         if self.refuse_malformed:
             raise MalformedError(

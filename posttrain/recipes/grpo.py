@@ -133,7 +133,7 @@ class PolicyGradientLoss:
             settings = method.importance_sampling.model_dump()
             importance_N, _ = sampling_weights(old_N, sampler_N, *where, **settings)
         behaviour_N = old_N
-        if loss_of(method).surrogate is vespo:  # it weighs a completion by all that changed since it was sampled
+        if loss_of(method).surrogate is vespo:  # its weight includes the correction for the engine
             behaviour_N, importance_N = old_N - importance_N.log().clamp(min=LEAST_LOG_W), torch.ones_like(old_N)
         loss_N, clipped_N = surrogate(method, scores.logprob_N, behaviour_N, advantage_N, *where)
         step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
