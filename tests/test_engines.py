@@ -1,6 +1,6 @@
 """One suite for every engine: the record, streams, log-probabilities, new weights, stops, adapters, bad input.
 
-The models are those of tests/test_equivalence.py: small, with weights scaled up so that attention is sharp and a wrong
+The models are those of benchmarks/families.py: small, with weights scaled up so that attention is sharp and a wrong
 mask, position or cache shows in every number.
 """
 
@@ -14,12 +14,12 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_equivalence import CONFIGS, VOCAB
-from test_equivalence import make as make_small
 from torch import nn
 from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
+from benchmarks.families import CONFIGS, VOCAB
+from benchmarks.families import make as make_small
 from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.base.pieces import LOST, Pieces, pieces
 from posttrain.batch import Example, Node, pack

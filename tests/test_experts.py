@@ -6,13 +6,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from test_equivalence import CONFIGS, GQA, assert_close_gradients, forest, gradients, make
+from test_equivalence import assert_close_gradients, gradients
 from test_gpu_path import Recording
 from test_online import EXACT
 from test_recipes import metrics, run
 from test_trl import BATCH, assert_same_losses, labelled, pairs, train_ours, train_trl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.families import CONFIGS, GQA, forest, make
 from benchmarks.models import write_model
 from posttrain.base.errors import ConfigError, ModelError
 from posttrain.batch import Example, Node, pack, sequences

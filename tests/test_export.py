@@ -17,9 +17,9 @@ from hub_stand_in import TOKEN, Hub
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_equivalence import CONFIGS, make
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
+from benchmarks.families import CONFIGS, make
 from posttrain import runner
 from posttrain.base.errors import ModelError, RunError, VitalSignError
 from posttrain.cli import main

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from test_equivalence import forest
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.families import forest
 from posttrain.batch import Example, Node, pack
 from posttrain.models import attention
 from posttrain.models.attention import How, PackedMask, _eager, _sdpa

@@ -1,7 +1,10 @@
 """The kit of benchmarks/gpu on a CPU: every part runs, what needs a card says so, and what fails is seen."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +15,13 @@ import torch
 from transformers import Qwen3Config
 
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import common, fits, generate, kernels, learn, right, shapes, train
+from benchmarks.gpu import common, fits, generate, kernels, learn, right, rows, shapes, train
 from benchmarks.gpu.common import Book, CardLostError, Case, CheckError, Goal, NotRunError, Setup
 from benchmarks.run import Sizes, useful_flops
 from posttrain.models import attention
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +82,25 @@ def test_only(run):
     assert list(written["generate"]["cases"]) == ["copy"]
 
 
+def test_short(tiny, run, cases_of, capsys):
+    """Each of its patterns finds cases at full size, and it runs these only."""
+    full = replace(tiny, size="full")
+    for part, (chosen, _) in kit.SHORT.items():
+        names = [case.name for case in kit.PARTS[part](full)]
+        assert all(any(re.search(one, name) for name in names) for one in chosen.pattern.split("|^")), part
+        assert 0 < sum(bool(chosen.search(name)) for name in names) < len(names)
+    assert sum(minutes for _, minutes in kit.SHORT.values()) < 12
+    for part in kit.SHORT:
+        cases_of(part, Case("sft 0.6B 8k", lambda: {}), Case("copy", lambda: {}), Case("another", lambda: {}))
+    _, written, _ = run("--short")
+    assert {part: list(found["cases"]) for part, found in written.items()} == {
+        "right": [], "train": ["sft 0.6B 8k"], "generate": ["copy"],
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        run("right", "--short")
+    assert "leave PART or --short out" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_right(run):
     status, written, printed = run("right")
@@ -95,12 +118,79 @@ def test_train(run, monkeypatch):
     status, written, printed = run("train")
     cases = written["train"]["cases"]
     print(printed)
-    assert status == 0 and "train: trl-dpo 0.6B 8k: not run: TRL is not installed" in printed
+    assert status == 0 and printed.count("beside TRL, padded, with checkpointing: not run: TRL is not installed") == 1
     for name in ("sft 0.6B 8k", "dpo 0.6B 8k", "grpo-one-lora 4B 16k"):
         assert cases[name]["status"] == "ok" and cases[name]["tokens"] == train.TINY_LENGTH
         assert cases[name]["tokens_per_second"] > 0 and cases[name]["mfu"] is None
     assert sum(cases["sft 0.6B 8k"]["kernels"].values()) == pytest.approx(1)
     assert cases["sft 0.6B 8k"]["kernels"]["matmul"] > 0.05
+
+
+@pytest.mark.slow
+def test_beside_trl(run):
+    """Both sides train on the same rows, with and without checkpointing."""
+    status, written, printed = run("train", "--only", "beside TRL")
+    cases = written["train"]["cases"]
+    print(printed)
+    assert status == 0 and [name.partition("padded, ")[2] for name in cases] == [
+        "without checkpointing", "with checkpointing",
+    ]  # fmt: skip
+    for result in cases.values():
+        assert result["status"] == "ok" and result["trl"]["side"].startswith("trl ") and result["trl_ratio"] > 0
+
+
+def test_natural_rows():
+    """The counts are those of the data, and the packs hold them."""
+    assert rows.count() == json.loads(rows.FILE.read_text())
+    names = {name: rows.natural(name) for name in rows.SET_OF.values()}
+    assert {name: len(counts) for name, counts in names.items()} == dict.fromkeys(names, rows.ROWS)
+    [tree] = rows.example(3, 5, [2, 4], vocabulary=100).trees
+    assert len(tree.tokens) == 5 and [len(leaf.tokens) for leaf in tree.children] == [2, 4]
+
+
+@pytest.mark.parametrize(("padded", "size"), [(True, 2), (False, 4)])
+def test_trls_micro_batches_hold_as_many_tokens_as_a_pack(padded, size):
+    """Rows of 10 to 40 tokens in 100: padded two rows of 40 fit (a power of two), without padding four of 25."""
+    from benchmarks.gpu import trl_side  # TRL takes seconds to import
+
+    made = [{"input_ids": [0] * length} for length in (10, 40, 20, 30)]
+    assert trl_side.micro_batch(made, 100, padded) == size
+    pair = [{"prompt_ids": [0] * 10, "chosen_ids": [0] * 40, "rejected_ids": [0] * 20}] * 8
+    assert trl_side.micro_batch(pair, 200, True) == 2
+
+
+def test_the_kit_needs_neither_tests_nor_data(tmp_path):
+    """A machine with a card has the package and the kit, and nothing beside them."""
+    for name in ("benchmarks", "posttrain"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu", "right", "--device", "cpu", "--size", "tiny"]
+    command += ["--out", str(tmp_path / "gpu.json"), "--only", "one by one, bloom, float32"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_what_moved_is_told(run, cases_of):
+    """Outcomes, and numbers that changed by more than a twentieth; not what was not run."""
+    cases_of(
+        "learn",
+        Case("faster", lambda: {"tokens_per_second": 1000.0, "memory_gib": 2.0}),
+        Case("same", lambda: {"tokens_per_second": 1000.0, "error": 1e-7}),
+        Case("breaks", lambda: {}),
+        Case("new here", partial(fails, NotRunError("no time"))),
+    )
+    run("learn")
+    cases_of(
+        "learn",
+        Case("faster", lambda: {"tokens_per_second": 1500.0, "memory_gib": 2.05}),
+        Case("same", lambda: {"tokens_per_second": 1040.0, "error": 1e-5}),
+        Case("breaks", partial(fails, CheckError("losses differ"))),
+        Case("new here", lambda: {"tokens_per_second": 1.0}),
+    )
+    _, _, printed = run("learn")
+    assert printed.partition("Moved since")[2].splitlines()[1:] == [
+        "learn: breaks: ok → failed: losses differ",
+        "learn: faster: tokens/s 1,000 → 1,500 (+50%)",
+    ]
 
 
 def test_generate_learn_and_soak(run):
@@ -319,7 +409,7 @@ def test_growth_is_of_the_last_third():
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[1] / "docs/gpu.md"
+PAGE = ROOT / "docs/gpu.md"
 
 
 SHOWN = PAGE.read_text(encoding="utf-8").partition("<!-- fits -->\n")[2].partition("<!-- end -->")[0]

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of
-from test_equivalence import assert_close_gradients, forest, gradients, make
+from test_equivalence import assert_close_gradients, gradients
 
+from benchmarks.families import forest, make
 from benchmarks.gpu import tune
 from benchmarks.gpu.common import Setup
 from posttrain.batch import pack

@@ -12,9 +12,9 @@ from statistics import median
 
 import pytest
 import torch
-from test_equivalence import CONFIGS, IDS, forest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.families import CONFIGS, IDS, forest
 from benchmarks.models import write_model
 from posttrain.base.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.batch import Example, Node, pack

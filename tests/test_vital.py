@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_equivalence import forest, make
 from test_online import train
 from test_recipes import dpo, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.families import forest, make
 from posttrain.base.errors import VitalSignError
 from posttrain.batch import Example, Node, pack
 from posttrain.models import attention

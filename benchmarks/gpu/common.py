@@ -34,10 +34,12 @@ COLUMNS = {
     "speed_ratio": ("speed ÷ published", "{:.2f}"),
     "memory_ratio": ("memory ÷ published", "{:.2f}"),
     "trl_ratio": ("TRL time ÷ ours", "{:.2f}"),
+    "trl_memory_ratio": ("memory ÷ TRL's", "{:.2f}"),
     "floor_ratio": ("time ÷ byte floor", "{:.2f}"),
     "growth": ("memory, end ÷ middle", "{:.3f}"),
     "note": ("", "{}"),
 }
+MOVED = 0.05  # a number that changed by less than this share has not moved
 
 
 class CheckError(Exception):
@@ -141,10 +143,12 @@ class Book:
     def __init__(self, path: Path):
         self.path = path
 
+    def whole(self) -> dict[str, Any]:
+        return load_json(self.path) if self.path.exists() else {}
+
     def of(self, part: str) -> dict[str, Any]:
         """The results of the part's cases so far."""
-        whole = load_json(self.path) if self.path.exists() else {}
-        return whole.get(part, {}).get("cases", {})
+        return self.whole().get(part, {}).get("cases", {})
 
     def write(self, part: str, setup: Setup, cases: Mapping[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,6 +247,24 @@ def table(part: str, found: Mapping[str, Mapping[str, Any]]) -> str:
         shown = _shown(result)
         lines.append(f"| {' | '.join([name, outcome(result), *(shown.get(title, '') for title in titles)])} |")
     return "\n".join(lines)
+
+
+def moved(before: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of what changed since a book held `before`: outcomes, and numbers by more than MOVED."""
+    lines = []
+    for part, results in found.items():
+        earlier = before.get(part, {}).get("cases", {})
+        for name in results.keys() & earlier.keys():
+            was, now = earlier[name], results[name]
+            if "not run" in (was["status"], now["status"]):
+                continue
+            changes = [f"{outcome(was)} → {outcome(now)}"] if was["status"] != now["status"] else []
+            for key, (title, form) in COLUMNS.items():
+                old, new = was.get(key), now.get(key)
+                if key not in ("error", "note") and old and new and abs(new / old - 1) > MOVED:
+                    changes.append(f"{title} {form.format(old)} → {form.format(new)} ({new / old - 1:+.0%})")
+            lines += [f"{part}: {name}: {', '.join(changes)}"] if changes else []
+    return sorted(lines)
 
 
 def is_bad(result: Mapping[str, Any]) -> bool:

@@ -1,26 +1,26 @@
 """Part `right`: what must hold on every device, from masks to whole runs.
 
-The oracles are those of the test suite (tests/test_equivalence.py): models with sharp attention, a forest of trees, one
-sequence at a time. The reference is computed on the CPU in float32. In bfloat16, the error of a pack may be at most
-three times the error of plain transformers in bfloat16 on the same device. On an H200 the ratio was 0.6 to 2.3 for
-seven samples of Cohere's weights, whose gradients here are lost in rounding, and 0.8 to 1.1 for Qwen3's and Gemma 2's.
+The oracles are those of tests/test_equivalence.py: models with sharp attention and a forest of trees
+(benchmarks/families.py), one sequence at a time. The reference is computed on the CPU in float32. In bfloat16, the
+error of a pack may be at most three times the error of plain transformers in bfloat16 on the same device. On an H200
+the ratio was 0.6 to 2.3 for seven samples of Cohere's weights, whose gradients here are lost in rounding, and 0.8 to
+1.1 for Qwen3's and Gemma 2's.
 Whole runs are in runs.py.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from benchmarks.families import forest, make
 from benchmarks.gpu import runs
 from benchmarks.gpu.common import Case, CheckError, Goal, Setup
 from benchmarks.gpu.shapes import model_folder
@@ -33,10 +33,6 @@ from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
 from posttrain.models.sharding import own_part, shard
 from posttrain.scoring import Scorer
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-
-from test_equivalence import forest, make  # the suite's models and trees
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # In float32: nats of a log-probability, and shares of the largest gradient. A GPU sums in a different order.

@@ -3,7 +3,10 @@
 The policy, its optimizer, reference and packs are those of a run with ordinary settings (bfloat16; 4B: LoRA). Token ids
 are random, and every scored token has a gradient; rewards and data are not included. The tokens of a step are one
 sequence in SFT; one pair in DPO, of which the prompt is half; and in GRPO one prompt, an eighth of the tokens, with
-eight completions, or with one completion where published numbers have one.
+eight completions, or with one completion where published numbers have one. `natural` are 64 rows of natural lengths in
+packs of 8k tokens (rows.py).
+
+Beside TRL, both sides train on the same rows, and both or neither recompute activations (gradient checkpointing).
 
 The time of a step is that of forward, backward and optimizer, the median of several steps after warm-up. Memory is the
 maximum that PyTorch has reserved on the GPU. MFU counts useful work as benchmarks/run.py does: with attention, without
@@ -17,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +30,8 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.common import in_own_process
-from benchmarks.gpu.common import Case, Goal, NotRunError, Setup
+from benchmarks.gpu import rows
+from benchmarks.gpu.common import Case, Goal, Setup
 from benchmarks.gpu.kernels import kinds
 from benchmarks.gpu.shapes import PUBLISHED, model_folder, peak_flops
 from benchmarks.posttrain_side import counting
@@ -40,35 +45,53 @@ from posttrain.planning.largest import Step
 from posttrain.runs.run import Run
 from posttrain.training.job import Job
 
-LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16_384}
+LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16_384, "natural": 8192}  # tokens of a pack
 TINY_LENGTH = 256
 COMPLETIONS = 8
 WARM_UPS, STEPS = 3, 5
 # The most informative cases come first, because time may run out before the last.
 ORDER = [
-    ("sft", "0.6B", "8k"), ("sft", "0.6B", "16k"), ("dpo", "0.6B", "8k"), ("trl-dpo", "0.6B", "8k"),
-    ("grpo-lora", "4B", "8k"), ("grpo-one-lora", "4B", "16k"), ("grpo", "0.6B", "8k"), ("sft-lora", "4B", "8k"),
-    ("dpo-lora", "4B", "8k"), ("sft", "1.7B", "8k"), ("trl-sft", "0.6B", "8k"), ("dpo", "1.7B", "8k"),
-    ("grpo", "1.7B", "8k"), ("dpo", "0.6B", "16k"), ("grpo", "0.6B", "16k"), ("sft", "0.6B", "2k"),
-    ("dpo", "0.6B", "2k"), ("grpo", "0.6B", "2k"), ("sft", "1.7B", "16k"), ("sft-lora", "4B", "16k"),
-    ("dpo-lora", "4B", "16k"), ("grpo-lora", "4B", "16k"), ("dpo", "1.7B", "16k"), ("grpo", "1.7B", "16k"),
-    ("sft", "1.7B", "2k"), ("dpo", "1.7B", "2k"), ("grpo", "1.7B", "2k"), ("sft-lora", "4B", "2k"),
-    ("dpo-lora", "4B", "2k"), ("grpo-lora", "4B", "2k"),
+    ("sft", "0.6B", "8k"), ("sft", "0.6B", "16k"), ("dpo", "0.6B", "8k"), ("grpo-lora", "4B", "8k"),
+    ("grpo-one-lora", "4B", "16k"), ("grpo", "0.6B", "8k"), ("grpo", "0.6B", "natural"), ("sft-lora", "4B", "8k"),
+    ("dpo-lora", "4B", "8k"), ("sft", "1.7B", "8k"), ("dpo", "1.7B", "8k"), ("grpo", "1.7B", "8k"),
+    ("dpo", "0.6B", "16k"), ("grpo", "0.6B", "16k"), ("sft", "0.6B", "2k"), ("dpo", "0.6B", "2k"),
+    ("grpo", "0.6B", "2k"), ("sft", "1.7B", "16k"), ("sft-lora", "4B", "16k"), ("dpo-lora", "4B", "16k"),
+    ("grpo-lora", "4B", "16k"), ("dpo", "1.7B", "16k"), ("grpo", "1.7B", "16k"), ("sft", "1.7B", "2k"),
+    ("dpo", "1.7B", "2k"), ("grpo", "1.7B", "2k"), ("sft-lora", "4B", "2k"), ("dpo-lora", "4B", "2k"),
+    ("grpo-lora", "4B", "2k"),
 ]  # fmt: skip
-TINY = [("sft", "0.6B", "8k"), ("dpo", "0.6B", "8k"), ("trl-dpo", "0.6B", "8k"), ("grpo-one-lora", "4B", "16k")]
+TINY = [("sft", "0.6B", "8k"), ("dpo", "0.6B", "8k"), ("grpo", "0.6B", "natural"), ("grpo-one-lora", "4B", "16k")]
+# Beside TRL: the method, the rows, and TRL's batches: padded, its default, or padding-free with FlashAttention (SFT).
+BESIDE = [
+    ("sft", "natural", "padded"), ("dpo", "natural", "padded"), ("sft", "8k", "padded"), ("dpo", "8k", "padded"),
+    ("sft", "natural", "padding-free"),
+]  # fmt: skip
 MFU_GOALS = {"0.6B": Goal("mfu", least=0.45), "4B": Goal("mfu", least=0.5)}  # at 8k
-SPEED_GOAL, TRL_GOAL = Goal("speed_ratio", least=1.5), Goal("trl_ratio", least=3.0)
+SPEED_GOAL = Goal("speed_ratio", least=1.5)
+TRL_SPEED_GOALS = {"sft": Goal("trl_ratio", least=3.0), "dpo": Goal("trl_ratio", least=4.0)}  # natural rows, padded
+# One row of 8k tokens, by whether activations are recomputed.
+TRL_MEMORY_GOALS = {
+    ("sft", False): Goal("trl_memory_ratio", most=0.6),
+    ("dpo", False): Goal("trl_memory_ratio", most=0.45),
+    ("sft", True): Goal("trl_memory_ratio", most=1.0),
+    ("dpo", True): Goal("trl_memory_ratio", most=1.0),
+}
 
 
 def cases(setup: Setup) -> Iterator[Case]:
-    measured: dict[str, dict[str, Any]] = {}
-    for method, size, length in TINY if setup.tiny else ORDER:
-        name = f"{method} {size} {length}"
-        if method.startswith("trl-"):
-            goals = (TRL_GOAL,) if method == "trl-dpo" else ()
-            yield Case(name, partial(beside, setup, name, measured), ("TRL",), goals)
-        else:
-            yield Case(name, partial(measure, setup, name, measured), (), goals_of(name))
+    order, compared = (TINY, BESIDE[1:2]) if setup.tiny else (ORDER, BESIDE)
+    alone = [Case(name, partial(measure, setup, name), (), goals_of(name)) for name in map(" ".join, order)]
+    yield from (*alone[:3], *_beside_cases(setup, compared), *alone[3:])
+
+
+def _beside_cases(setup: Setup, rows: Sequence[tuple[str, str, str]]) -> Iterator[Case]:
+    for (method, length, batches), recomputed in product(rows, (False, True)):
+        checkpointing = f"{'with' if recomputed else 'without'} checkpointing"
+        goals = [TRL_SPEED_GOALS[method]] if (length, batches) == ("natural", "padded") else []
+        goals += [TRL_MEMORY_GOALS[method, recomputed]] if length == "8k" else []
+        needs = ("TRL", "flash_attn") if batches == "padding-free" else ("TRL",)
+        name = f"{method} 0.6B {length} beside TRL, {batches}, {checkpointing}"
+        yield Case(name, partial(beside, setup, name, batches, recomputed), needs, tuple(goals))
 
 
 def goals_of(name: str) -> tuple[Goal, ...]:
@@ -81,8 +104,9 @@ def goals_of(name: str) -> tuple[Goal, ...]:
 
 def settings(setup: Setup, name: str, folder: Path) -> list[str]:
     """The run's settings as a user would type them."""
-    method, size, _ = name.split()
+    method, size, length_name = name.split()[:3]
     length, kind = length_of(setup, name), method.partition("-")[0]
+    longest = length // 2 if kind == "dpo" and length_name != "natural" else length
     lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method.endswith("-lora") else []
     online = ["method.beta=0", "rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={length // 2}"]
     return [
@@ -94,14 +118,26 @@ def settings(setup: Setup, name: str, folder: Path) -> list[str]:
         *(online if kind == "grpo" else []),
         "data.source=none.jsonl",
         "data.template=none",
-        f"data.max_length={length // 2 if kind == 'dpo' else length}",
+        f"data.max_length={longest}",
         f"training.tokens_per_pack={length}",
         f"devices.type={setup.device.type}",
     ]
 
 
 def length_of(setup: Setup, name: str) -> int:
+    """The number of tokens of a pack."""
     return TINY_LENGTH if setup.tiny else LENGTHS[name.split()[2]]
+
+
+def examples(setup: Setup, name: str, vocabulary: int) -> list[Example]:
+    """The rows of a step. At the tiny size, natural rows are four, with a tenth of the tokens."""
+    method, _, length = name.split()[:3]
+    if length != "natural":
+        return [example(method, length_of(setup, name), vocabulary)]
+    counts = rows.natural(rows.SET_OF[method])
+    if setup.tiny:
+        counts = [(1 + prompt // 10, [1 + size // 10 for size in sizes]) for prompt, sizes in counts[:4]]
+    return [rows.example(number, *sizes, vocabulary) for number, sizes in enumerate(counts)]
 
 
 def example(method: str, length: int, vocabulary: int) -> Example:
@@ -129,8 +165,7 @@ class Update:
         self.device, self.step = setup.device, Step(job)
         self.config = AutoConfig.from_pretrained(job.model.path)
         self.frozen = job.model.lora is not None
-        row = example(name.split()[0], length_of(setup, name), self.config.vocab_size)
-        self.packs: Sequence[Pack] = job.pack([row])
+        self.packs: Sequence[Pack] = job.pack(examples(setup, name, self.config.vocab_size))
 
     def share(self, pack: Pack):
         pack = pack.to(self.device)
@@ -147,16 +182,17 @@ class Update:
 
 
 @contextmanager
-def an_update(setup: Setup, name: str) -> Iterator[Update]:
+def an_update(setup: Setup, name: str, *more: str) -> Iterator[Update]:
+    """The update of a case, with `more` settings."""
     with TemporaryDirectory(prefix="posttrain-") as folder:
-        config = load(None, settings(setup, name, Path(folder))).config
+        config = load(None, [*settings(setup, name, Path(folder)), *more]).config
         with Run.create(Path(folder) / "run", dump(config), {}) as run:
             yield Update(setup, start_job(config, config.models[0], run), name)
 
 
-def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of a step, which are also put into `measured` for comparison with TRL."""
-    with an_update(setup, name) as step:
+def measure(setup: Setup, name: str, *more: str) -> dict[str, Any]:
+    """The numbers of a step."""
+    with an_update(setup, name, *more) as step:
         with counting() as work:
             step()
         for _ in range(0 if setup.tiny else WARM_UPS):
@@ -169,7 +205,7 @@ def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dic
             seconds.append(time.perf_counter() - began)
         peak = torch.cuda.max_memory_reserved(setup.device) if setup.on_card else peak_memory(setup.device)
         flops = useful_flops(work, step.frozen, Sizes.of(step.config))
-        profiled = kinds(step, setup.on_card) if " 8k" in name else None
+        profiled = kinds(step, setup.on_card) if name.endswith(" 8k") else None
     took, tokens = statistics.median(seconds), sum(pack.num_tokens for pack in step.packs)
     card = torch.cuda.get_device_name(setup.device) if setup.on_card else None
     peak_rate = peak_flops(card)
@@ -188,24 +224,21 @@ def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dic
     if published is not None and setup.on_card:
         numbers["speed_ratio"] = numbers["tokens_per_second"] / published.tokens_per_second
         numbers["memory_ratio"] = numbers["memory_gib"] / published.memory_gib
-    measured[name] = numbers
     return numbers
 
 
-def beside(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Measure TRL on the same row in a separate process, and the ratio of its time to ours."""
-    _, size, _ = name.split()
-    ours = measured.get(name.removeprefix("trl-"))
-    if ours is None:
-        raise NotRunError("nothing of ours was measured to stand beside it")
+def beside(setup: Setup, name: str, batches: str, recomputed: bool) -> dict[str, Any]:
+    """Our numbers and, as `trl`, those of TRL on the same rows in a separate process; the ratios of both."""
+    method, size, length = name.split()[:3]
+    ours = measure(setup, name, f"training.gradient_checkpointing={str(recomputed).lower()}")
     release_memory()
-    method, length = name.split()[0].removeprefix("trl-"), str(length_of(setup, name))
-    given = [method, "--model", str(model_folder(setup, size)), "--length", length, "--device", setup.device.type]
-    theirs = in_own_process("gpu.trl_side", *given, "--steps", "2" if setup.tiny else str(WARM_UPS + STEPS))
+    given = [method, "--model", str(model_folder(setup, size)), "--rows", length, "--device", setup.device.type]
+    given += ["--steps", "2" if setup.tiny else str(WARM_UPS + STEPS), "--batches", batches, "--size", setup.size]
+    theirs = in_own_process("gpu.trl_side", *given, *(["--checkpointing"] if recomputed else []))
     return {
-        **theirs,
-        "seconds_a_step": theirs["seconds"],
-        "tokens_per_second": ours["tokens"] / theirs["seconds"],
+        **ours,
+        "trl": theirs,
         "trl_ratio": theirs["seconds"] / ours["seconds_a_step"],
-        "note": f"our memory ÷ theirs {ours['memory_gib'] / theirs['memory_gib']:.2f}",
+        "trl_memory_ratio": ours["memory_gib"] / theirs["memory_gib"],
+        "note": f"TRL: {theirs['seconds']:.3f} s, {theirs['memory_gib']:.2f} GiB",
     }
