@@ -104,9 +104,8 @@ def goals_of(name: str) -> tuple[Goal, ...]:
 
 def settings(setup: Setup, name: str, folder: Path) -> list[str]:
     """The run's settings as a user would type them."""
-    method, size, length_name = name.split()[:3]
+    method, size = name.split()[:2]
     length, kind = length_of(setup, name), method.partition("-")[0]
-    longest = length // 2 if kind == "dpo" and length_name != "natural" else length
     lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method.endswith("-lora") else []
     online = ["method.beta=0", "rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={length // 2}"]
     return [
@@ -118,7 +117,7 @@ def settings(setup: Setup, name: str, folder: Path) -> list[str]:
         *(online if kind == "grpo" else []),
         "data.source=none.jsonl",
         "data.template=none",
-        f"data.max_length={longest}",
+        f"data.max_length={length // 2 if kind == 'dpo' else length}",
         f"training.tokens_per_pack={length}",
         f"devices.type={setup.device.type}",
     ]
