@@ -413,6 +413,24 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing(family):
     assert_close_gradients(grads[1], grads[0])
 
 
+def test_recomputed_layers_read_random_generators_for_dropout_only(monkeypatch):
+    """With dropout the recomputed masks are the same; in evaluation mode no generator is read."""
+    [whole], grads, reads = pack(forest(), 1000), [], []
+    read = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: reads.append(1) or read())
+    for change in (lambda model: None, enable_gradient_checkpointing):
+        model = make("llama", attention_dropout=0.4).train()
+        change(model)
+        torch.manual_seed(0)
+        Scorer(model)(whole).logprob_N.sum().backward()
+        grads.append(gradients(model))
+    assert_close_gradients(grads[1], grads[0])
+    assert reads
+    reads.clear()
+    Scorer(model.eval())(whole).logprob_N.sum().backward()
+    assert not reads
+
+
 def test_positions_that_depend_on_the_batch_are_refused():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}

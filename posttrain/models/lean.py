@@ -353,12 +353,12 @@ def enable_gradient_checkpointing(policy: nn.Module) -> None:
     """
     for layer in base_of(policy).modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(_checkpointed, layer.forward)
+            layer.forward = partial(_checkpointed, layer, layer.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-    """Call the layer's forward, to be recomputed in backward. Without gradients it is called directly, because
-    `checkpoint` would save the state of random generators at every call, and engines make thousands of calls."""
+def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """Call the layer's forward, to be recomputed in backward. The states of random generators are saved for dropout
+    only, which is on in training mode: on a GPU reading them waits for the device, and a CUDA graph cannot."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **settings)
-    return checkpoint(forward, *inputs, use_reentrant=False, **settings)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=layer.training, **settings)
