@@ -282,7 +282,7 @@ def test_no_verdict_is_no_zero(grading_pool):
 def test_rewards_start_their_own_workers_and_end_them():
     with Rewards(settings({"type": "gsm8k"}), workers=1) as rewards:
         assert rewards([RewardInput("#### 3", answer="3")]).totals == (1.0,)
-        pool = rewards._own_pool
+        pool = rewards._pool
     assert pool is not None
     with pytest.raises(RewardError, match="closed"):
         rewards([RewardInput("#### 3", answer="3")])
@@ -557,7 +557,8 @@ def test_thinking_can_be_stripped_before_a_reward_model_scores(reward_model):
     whole, reply = ([reward.parts[index].value for reward in found] for index in (0, 1))
     read = [*replies.values(), "", "Ye"]
     assert reply == pytest.approx(plain_rewards(reward_model, [f"Say it. {text}" for text in read]), abs=1e-5)
-    assert whole[3] == reply[3] and all(abs(a - b) > 1e-4 for a, b in zip(whole, reply, strict=True) if a != whole[3])
+    assert whole.pop(3) == pytest.approx(reply.pop(3), abs=1e-5)
+    assert all(abs(a - b) > 1e-4 for a, b in zip(whole, reply, strict=True))
 
 
 def test_a_model_that_is_no_reward_model(scratch_model):

@@ -19,7 +19,6 @@ tool's result, as in TRL. What the class prints is discarded.
 import asyncio
 import base64
 import contextlib
-import importlib
 import inspect
 import json
 import math
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO
 from posttrain.base.files import remember_settings
 from posttrain.base.terminal import visible
 from posttrain.environments import ToolServer
-from posttrain.grading.worker import end_with, limits, say
+from posttrain.grading.worker import end_with, limits, named, say
 
 MEMORY_BYTES = 2_000_000_000  # of address space, beyond what the imports reserve if that is more
 RESULT_CHARACTERS = 1_000_000  # of a tool's result; more is cut and counted as a failure
@@ -64,18 +63,9 @@ class Episode:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to a request."""
         kind = next(iter(request))
+        answers = {"make": self._make, "reset": self._reset, "call": self._call, "step": self._step, "end": self._end}
         try:
-            match kind:
-                case "make":
-                    return self._make(request)
-                case "reset":
-                    return self._reset(request["reset"])
-                case "call":
-                    return self._call(request["call"], request["arguments"])
-                case "step":
-                    return self._step(request["step"])
-                case _:
-                    return self._end()
+            return answers[kind](request)
         except Exception as error:
             return {"error": f"{kind}: {described(error)}"}
 
@@ -85,10 +75,10 @@ class Episode:
         for other in others:
             remember_settings(Path(other, "settings"))
         if request["make"] is not None:
-            self.environment = _named(request["make"])(**request["args"])
+            self.environment = named(request["make"])(**request["args"])
         if self.environment is not None and not callable(getattr(self.environment, "reset", None)):
             raise TypeError("an environment needs a method `reset`")
-        functions = [_named(name) for name in request["tools"]]
+        functions = [named(name) for name in request["tools"]]
         served: list[dict[str, Any]] = []
         if isinstance(self.environment, ToolServer):
             served = self._awaited(self.environment.schemas())
@@ -107,22 +97,23 @@ class Episode:
             "name": type(self.environment).__name__,
             "tools": list(self.tools),
             "schemas": served,
-            "rewards": hasattr(self.environment, "get_reward") or hasattr(self.environment, "turn_rewards"),
+            "rewards": request["contract"] == "messages"
+            or any(hasattr(self.environment, name) for name in ("get_reward", "turn_rewards")),
         }
 
     def _served(self, name: str, /, **arguments: Any) -> Any:
         return self.environment.call(name, arguments)
 
-    def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        given = None if self.environment is None else self._awaited(self.environment.reset(**row))
+    def _reset(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        given = None if self.environment is None else self._awaited(self.environment.reset(**request["reset"]))
         return {"messages": _messages(given), "done": self._is_done()}
 
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        failed = False
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name, failed = request["call"], False
         try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name}; there are {', '.join(self.tools) or 'none'}")
-            result = self._awaited(self.tools[name](**arguments))
+            result = self._awaited(self.tools[name](**request["arguments"]))
             if isinstance(result, list) and any(isinstance(part, Mapping) and "type" in part for part in result):
                 result = _text_of(result)
             text = visible(str(result))
@@ -132,13 +123,13 @@ class Episode:
             failed, text = True, text[:RESULT_CHARACTERS]
         return {"result": text, "failed": failed, "done": self._is_done()}
 
-    def _step(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        step = self._awaited(self.environment.step(message))
+    def _step(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        step = self._awaited(self.environment.step(request["step"]))
         metrics = {str(name): float(value) for name, value in dict(step.metrics).items()}
         reward = _number(step.reward, "reward")
         return {"messages": _messages(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics}
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self, request: Mapping[str, Any]) -> dict[str, Any]:
         get_reward = getattr(self.environment, "get_reward", None)
         reward = None if get_reward is None else self._awaited(get_reward())
         turn_rewards = getattr(self.environment, "turn_rewards", None)
@@ -165,11 +156,6 @@ class Episode:
 def described(error: BaseException) -> str:
     """An exception in a line."""
     return visible(f"{type(error).__name__}: {error}")[:500]
-
-
-def _named(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from posttrain.runs.receipt import (
     NOT_SAMPLED,
     CompletionReceipt,
     GroupReceipt,
-    StoredPart,
     TokenNumbers,
     Turn,
     decoder_of,
@@ -21,7 +20,7 @@ from posttrain.runs.receipt import (
 )
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.parts import Query, address
+from posttrain.ui.parts import Query, address, seen
 
 PATH = "/rollouts"
 MOST = 5  # tokens listed with the largest push
@@ -71,7 +70,7 @@ def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Ma
             share_bar(completion.push, group.push, most),
             number(completion.reward),
             signed(completion.advantage),
-            *(_part(completion.parts.get(name)) for name in group.part_names),
+            *(short(str(completion.parts.get(name, "–")), 60) for name in group.part_names),
             f"{len(completion.tokens):,}",
             completion.finish_reason,
             short(completion.text, 120),
@@ -160,7 +159,7 @@ def heat(
         written = f"{value:+.4g}" if has_sign else f"{value:.4g}"
         parts.append(
             link(
-                _written(texts[at]),
+                seen(texts[at]),
                 query.but(PATH, token=at),
                 class_=" ".join(look for look, applies in looks.items() if applies) or None,
                 title=f"{at}: {written if numbers.trained[at] else NOT_SAMPLED}",
@@ -175,11 +174,6 @@ def heat(
         for first in range(0, len(texts), TOKENS)
     ]
     return join([shown, el("p", "Tokens ", *(part for page in pages for part in (page, " · ")), class_="quiet")])
-
-
-def _written(text: str) -> str:
-    """The text of a token, with visible line breaks and tabs."""
-    return text.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
 def _legend(name: str, numbers: TokenNumbers) -> Markup:
@@ -199,7 +193,7 @@ def _responsible(
     for at in [*([] if chosen is None or chosen in pushed else [chosen]), *pushed]:
         values = {name: float(each[at]) for name, each in columns.items()}
         cells = [signed(value) if name == "advantage" else number(value) for name, value in values.items()]
-        label = link(_written(texts[at]), query.but(PATH, token=at), class_="token")
+        label = link(seen(texts[at]), query.but(PATH, token=at), class_="token")
         note = "clipped" if numbers.clipped[at] else ""
         if not numbers.trained[at]:
             cells, note = ["–"] * len(columns), NOT_SAMPLED
@@ -240,7 +234,7 @@ def _metrics(series: Series, step: int) -> Markup:
 
 def _facts(completion: CompletionReceipt) -> dict[str, object]:
     facts: dict[str, object] = {"reward": number(completion.reward), "advantage": signed(completion.advantage)}
-    facts |= {name: _part(part) for name, part in completion.parts.items()}
+    facts |= {name: short(str(part), 60) for name, part in completion.parts.items()}
     facts |= {"tokens": f"{len(completion.tokens):,}", "ended by": completion.finish_reason}
     extras = [(f"{name}: {key}", value) for name, part in completion.parts.items() for key, value in part.extra.items()]
     facts |= {name: short(str(value), 60) for name, value in extras}
@@ -249,15 +243,6 @@ def _facts(completion: CompletionReceipt) -> dict[str, object]:
     if completion.trunk is not None:
         facts["branch of"] = f"completion {completion.trunk}"
     return facts | ({"verdict": completion.verdict} if completion.verdict else {})
-
-
-def _part(part: StoredPart | None) -> str:
-    """A part of a reward as text: weight × value, and the verdict and extracted answer of a rule."""
-    if part is None:
-        return "–"
-    value = number(part.value) if part.weight == 1 else f"{number(part.weight)} × {number(part.value)}"
-    verdict = f" {part.verdict}" if part.verdict else ""
-    return value + verdict + (f" ({short(part.extracted, 40)})" if part.extracted else "")
 
 
 def share_bar(value: float, whole: float, most: float) -> Markup:
