@@ -121,7 +121,8 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
     try:
         temporary.mkdir(parents=True)
         write(temporary)
-        sync_tree(temporary)
+        for path in (temporary, *temporary.rglob("*")):
+            sync(path)
         if replace and target.exists():
             old = beside(target, "old")
             os.rename(target, old)
@@ -194,14 +195,6 @@ def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[st
             path.unlink()
         handled.append(path.name)
     return handled
-
-
-def sync_tree(folder: Path) -> None:
-    """Sync `folder` and everything in it to the disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(root) / name)
-        sync(Path(root))
 
 
 MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library
