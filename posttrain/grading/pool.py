@@ -12,7 +12,6 @@ count. A killed worker is replaced by a spare; when a pool closes, its free work
 import asyncio
 import atexit
 import contextlib
-import logging
 import os
 import queue
 import threading
@@ -23,12 +22,11 @@ from typing import Self
 
 from posttrain.base.child import HelperPool
 from posttrain.base.errors import RewardError
+from posttrain.base.log import log
 from posttrain.base.signals import result_of
 from posttrain.base.system import CAN_FORK
 from posttrain.grading.process import Deadlines, Template, WorkerProcess, worker_environment
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
-
-log = logging.getLogger("posttrain")
 
 DEADLINE_S = 2.0
 ALARM_SHARE = 0.005
