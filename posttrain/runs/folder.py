@@ -6,7 +6,6 @@ import errno
 import os
 import platform
 import re
-import shutil
 import signal
 import stat
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.base.errors import RunError
-from posttrain.base.files import LEFTOVER
+from posttrain.base.files import LEFTOVER, take_away
 from posttrain.base.log import log
 from posttrain.base.system import BINARY, IS_LINUX, NOFOLLOW, NONBLOCK, fcntl
 from posttrain.base.terminal import escaped
@@ -256,10 +255,7 @@ def empty(folder: Path, keep: Collection[str] = ()) -> None:
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
         for path in (path for path in entries if path.name not in (LOCK, *keep)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            take_away(path)
     except OSError as error:
         raise RunError(f"cannot empty {folder}: {error}") from error
 

@@ -128,7 +128,10 @@ class VllmEngine(Engine):
 
         def sample(batch: Sequence[Request]) -> list[list[Completion]]:
             sampled = _finite(self.host.generate(self._mark, batch, sampling))
-            return [[_completion(raw, self.version) for raw in group] for group in sampled]
+            return [
+                [Completion(r.tokens, r.logprobs, "stop" if r.stopped else "length", self.version) for r in group]
+                for group in sampled
+            ]
 
         return in_batches(batches, sample, finished)
 
@@ -167,10 +170,6 @@ class VllmEngine(Engine):
                 f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale "
                 "weights, or computes this model differently: set rollout.engine: embedded, and report this model"
             )
-
-
-def _completion(raw: RawCompletion, version: int) -> Completion:
-    return Completion(raw.tokens, raw.logprobs, "stop" if raw.stopped else "length", version)
 
 
 def _finite(sampled: list[list[RawCompletion]]) -> list[list[RawCompletion]]:
