@@ -9,7 +9,6 @@
 The settings are the same as in a settings file (docs/config.md). The error classes are in posttrain/base/errors.py.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain import runner
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.base.functions import give
+from posttrain.base.log import log
 from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
 from posttrain.config.options import EvalOptions, ExploreOptions
 from posttrain.config.reading.explain import checked
@@ -51,8 +51,6 @@ Rows = Iterable[Any]  # mappings of columns to values
 Suites = Sequence[str | SuiteConfig | Items]
 Options = TypeVar("Options", bound=EvalOptions)
 P = ParamSpec("P")
-
-log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.cli import main
 from posttrain.config import load
+from posttrain.config.options import ExploreOptions
 from posttrain.evaluation.suite import suite_names
 from posttrain.inspection.overlap import NEAR, SHINGLE, Questions, contamination, near_groups, questions_of
 from posttrain.inspection.preferences import auc, label_noise, length_bias
@@ -50,7 +51,7 @@ def write(path, rows):
 def quality(model, method, *given, **options):
     config = load(None, [f"method.type={method}", f"model.path={model}", "data.template=none", *given]).config
     tokenizer = byte_tokenizer()
-    return check_quality(config, data_of(config, config.models[0], tokenizer), tokenizer, **options)
+    return check_quality(config, data_of(config, config.models[0], tokenizer), tokenizer, ExploreOptions(**options))
 
 
 def lines_of(found):

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, Qwen3Config
 from posttrain.base.errors import VitalSignError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.engines.attention import Shape
 from posttrain.engines.cache import Cache, Room, cache_tokens, token_bytes
-from posttrain.engines.decode import Recordings, Shape, StaticStepper
+from posttrain.engines.decode import Recordings, StaticStepper
 from posttrain.engines.sampling import sample_tokens
 from posttrain.models.load import load_model
 from posttrain.models.matmul import float32_product

@@ -26,7 +26,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, TransformersEngine, make_engine, text_of
-from posttrain.engines.attention import Decoding
+from posttrain.engines.attention import Decoding, Shape
 from posttrain.engines.cache import Cache, Room
 from posttrain.engines.live import Live
 from posttrain.models.attention import How
@@ -294,10 +294,7 @@ def test_attention_to_logits_of_any_size(monkeypatch, size, sharp, push, is_stee
             torch.full((rows,), step),
             torch.tensor(lengths),
             torch.full((len(lengths),), step + 1),
-            prompt_columns=max(lengths),
-            own_columns=step + 1 + beyond,
-            even_prompts=False,
-            even_ages=not beyond,
+            Shape(rows, len(lengths), n, max(lengths), step + 1 + beyond, even_prompts=False, even_ages=not beyond),
         )
         query, key, value = torch.randn(1, heads * each, rows, size), keys(rows), torch.randn(1, heads, rows, size)
         query[..., 0] = 1.0

@@ -146,7 +146,7 @@ def test_messages(evaluation, tmp_path):
 def stories(shared):
     config = ModelConfig(path=str(shared / "models/stories260K"))
     policy = load_model(config, "lm", torch.float32, torch.device("cpu"))
-    with Requests(policy, load_tokenizer(config), RolloutConfig(), 512, 0) as requests:
+    with Requests(policy, load_tokenizer(config), RolloutConfig(), 0) as requests:
         yield requests
 
 

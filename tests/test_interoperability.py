@@ -243,7 +243,7 @@ def stories(shared):
     path = str(shared / STORIES)
     config = ModelConfig(path=path)
     policy = load_model(config, "lm", torch.float32, torch.device("cpu"))
-    with Requests(policy, load_tokenizer(config), RolloutConfig(), 2048, 0) as requests:
+    with Requests(policy, load_tokenizer(config), RolloutConfig(), 0) as requests:
         yield HFLM(pretrained=path, dtype="float32", device="cpu", batch_size=4), PosttrainLM(requests)
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.common import Setup
 from posttrain.batch import pack
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine
-from posttrain.engines.attention import Decoding
+from posttrain.engines.attention import Decoding, Shape
 from posttrain.engines.cache import Cache, Room
 from posttrain.models import attention
 from posttrain.models import lean as operations
@@ -208,7 +208,7 @@ def test_attention_of_new_tokens(monkeypatch, size, heads, each, window, softcap
     def attended(fused: bool) -> torch.Tensor:
         decoding = Decoding(
             cache, group_R, member_R, row_GM, column_R, torch.tensor([*lengths, 60]), torch.tensor([*ages, 50]),
-            prompt_columns=75, own_columns=90, even_prompts=False, even_ages=False, fused=fused,
+            Shape(rows, 5, 4, 75, 90, even_prompts=False, even_ages=False), fused,
         )  # fmt: skip
         return decoding.attend(module, query, key, value, how)[:, :, :live]
 

@@ -29,6 +29,7 @@ from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.config.options import ExportOptions, QuantizeOptions
 from posttrain.data import prepare
 from posttrain.engines import Sampling, make_engine
+from posttrain.evaluation.pairs import margins_of
 from posttrain.evaluation.records import read_summary
 from posttrain.export import quantize as quantising
 from posttrain.export.export import export
@@ -41,7 +42,6 @@ from posttrain.export.gate import (
     check_weights,
     diverge,
     drop,
-    margins_of,
     verdict,
 )
 from posttrain.export.quantize import quantize
@@ -307,10 +307,10 @@ def test_the_gate_of_a_reward_model(reward_model, shared, tmp_path, to, capsys):
     assert "is a reward model" in capsys.readouterr().err
     pairs = prepare(DataConfig(source=str(file), template="none"), AutoTokenizer.from_pretrained(folder), "pair").train
     examples = [pairs[index] for index in range(len(pairs))]
-    before = margins_of(loaded(folder, "reward"), examples, "original")
+    before = margins_of(loaded(folder, "reward"), examples, len(examples), "original")
     for how in ("swapped", "scales")[: 1 if to == "int8" else 2]:
         other = loaded(damaged(tmp_path / "made", tmp_path / how, how), "reward")
-        checks = check_margins(before, margins_of(other, examples, how), LIMITS[to])
+        checks = check_margins(before, margins_of(other, examples, len(examples), how), LIMITS[to])
         for check in checks:
             print(to, how, check)
         assert any(check.verdict != "passed" for check in checks)

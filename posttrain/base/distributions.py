@@ -27,7 +27,11 @@ def t_outside(t: float, freedom: float) -> float:
     """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: 1 - I_x(1/2, v/2) at x = t² / (v + t²)."""
     if t == 0:
         return 1.0
-    return 0.0 if abs(t) == inf else _beta(0.5, freedom / 2, t * t / (freedom + t * t), 1.0)
+    if abs(t) == inf:
+        return 0.0
+    from mpmath import betainc  # takes a twentieth of a second, and few commands need it
+
+    return float(betainc(0.5, freedom / 2, t * t / (freedom + t * t), 1.0, regularized=True))
 
 
 def sign_test(wins: int, losses: int) -> tuple[float, float]:
@@ -44,10 +48,3 @@ def sign_test(wins: int, losses: int) -> tuple[float, float]:
         term = term * (count - k) // (k + 1)
         total += term
     return min(1.0, 2 * total / (1 << count)), min(1.0, (2 * total - term) / (1 << count))
-
-
-def _beta(a: float, b: float, low: float, high: float) -> float:
-    """P(low < X < high) for X ~ Beta(a, b): a difference of regularised incomplete beta functions."""
-    from mpmath import betainc  # takes a twentieth of a second, and few commands need it
-
-    return float(betainc(a, b, low, high, regularized=True))

@@ -121,7 +121,8 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
     try:
         temporary.mkdir(parents=True)
         write(temporary)
-        sync_tree(temporary)
+        for path in (temporary, *temporary.rglob("*")):
+            sync(path)
         if replace and target.exists():
             old = beside(target, "old")
             os.rename(target, old)
@@ -144,10 +145,13 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def take_away(folder: Path) -> None:
-    """Delete a folder so that a crash never leaves it in place with some of its files missing."""
-    temporary = beside(folder, "tmp")
-    os.rename(folder, temporary)
+def take_away(path: Path) -> None:
+    """Delete a file or a link; or a folder, so that a crash never leaves it in place with some of its files missing."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink()
+        return
+    temporary = beside(path, "tmp")
+    os.rename(path, temporary)
     shutil.rmtree(temporary)
 
 
@@ -188,20 +192,10 @@ def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[st
         target = path.with_suffix("")
         if path.suffix.startswith(".old-") and not os.path.lexists(target):
             os.rename(path, target)
-        elif path.is_dir() and not path.is_symlink():
-            take_away(path)
         else:
-            path.unlink()
+            take_away(path)
         handled.append(path.name)
     return handled
-
-
-def sync_tree(folder: Path) -> None:
-    """Sync `folder` and everything in it to the disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(root) / name)
-        sync(Path(root))
 
 
 MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library

@@ -1,7 +1,6 @@
 """Checks whether the Hugging Face hub is reachable, because without a network its library retries for half a minute."""
 
 import contextlib
-import logging
 import socket
 import time
 from urllib.parse import urlsplit
@@ -9,7 +8,7 @@ from urllib.request import getproxies
 
 from huggingface_hub import constants
 
-log = logging.getLogger("posttrain")
+from posttrain.base.log import log
 
 TRIES, PAUSE_S = 2, 0.5  # name lookups, and seconds between them: one lookup may fail by chance
 _ours = False  # whether this module, not the user, has switched the library offline

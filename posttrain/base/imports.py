@@ -1,4 +1,4 @@
-"""Imports optional packages, and speeds up the imports of torch and transformers."""
+"""Imports optional packages, speeds up the imports of torch and transformers, and replaces values in them."""
 
 import gc
 import importlib
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.words import first_line
@@ -33,6 +34,17 @@ def need(module: str, extra: str, setting: str) -> ModuleType:
             raise ConfigError(f"{setting} needs {package}, which is not installed: {installing(extra)}") from error
         what = f"{setting} needs {package}, which is installed but does not load here"
         raise ConfigError(f"{what}: {first_line(error)}") from error
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute of a module or an object has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager

@@ -3,9 +3,6 @@
 import functools
 import os
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 HIDDEN = "***"
@@ -154,14 +151,3 @@ def redact_arguments(arguments: list[str]) -> list[str]:
         hide_next = secret and not equals and argument.startswith("--")
         shown.append(argument)
     return shown
-
-
-@contextmanager
-def redacted_command() -> Iterator[None]:
-    """A context in which `sys.argv` has no secrets, for libraries that record it."""
-    before = sys.argv
-    sys.argv = redact_arguments(before)
-    try:
-        yield
-    finally:
-        sys.argv = before

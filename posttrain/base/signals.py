@@ -1,7 +1,6 @@
-"""Temporary signal handlers, and a wait that signals interrupt."""
+"""Temporary signal handlers, work in threads, and a wait that signals interrupt."""
 
 import concurrent.futures
-import logging
 import signal
 import sys
 import threading
@@ -11,10 +10,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from posttrain.base.errors import Stopped
+from posttrain.base.log import log
 
 T = TypeVar("T")
-log = logging.getLogger("posttrain")
-
 SLICE_S = 0.2  # seconds of one wait for a future
 RESEND_S = 0.01  # seconds until a signal is sent again: by then the code that dropped the exception has returned
 
@@ -28,6 +26,20 @@ def result_of(future: Future[T]) -> T:
     while not future.done():
         concurrent.futures.wait([future], SLICE_S)
     return future.result()
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _raise(error: BaseException) -> None:

@@ -1,7 +1,6 @@
 """Output to a terminal, a log or a page: untrusted strings are escaped, and output survives the loss of its reader."""
 
 import errno
-import logging
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+from posttrain.base.log import log
 from posttrain.base.redaction import redact
 from posttrain.base.signals import handling
 from posttrain.base.system import HANGUP
@@ -39,8 +39,6 @@ def say(text: str, end: str = "\n", error: bool = False) -> None:
     """Print harmless text; with `error`, to stderr. Commands print through this function only; tables use a console."""
     print(harmless(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
-
-log = logging.getLogger("posttrain")
 
 # Error numbers of a lost pipe reader (EINVAL on Windows), a lost terminal and a lost socket peer.
 GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET} | ({errno.EINVAL} if os.name == "nt" else set())

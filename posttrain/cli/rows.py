@@ -68,8 +68,7 @@ def sample(
     changed = {"models": (model_settings,), "data": data, "rewards": rewards, "rollout": rollouts[0]}
     config = base.model_copy(update=changed | {"devices": devices})
     temperatures = list(dict.fromkeys(rollout.temperature for rollout in rollouts))
-    how = options.prompts, options.num_generations, options.show, options.seed
-    sample_from(config, _longest_prompt(settings), temperatures, *how, PlainConsole())
+    sample_from(config, _longest_prompt(settings), temperatures, options, PlainConsole())
 
 
 def _settings(model: str, folder: Path, config: str | None, stage: str | None) -> RunConfig | None:
@@ -242,6 +241,5 @@ def generate(
     target = options.output or file.with_name(f"{file.name}.generated.jsonl")
     saved = saved_settings(Path(model).expanduser())
     version = load(saved).stages[0].config.behavior_version if saved else BEHAVIOR_VERSION
-    how = options.num_generations, options.seed, options.overwrite, version
-    say(generate_for(model_settings, file, target, data, rollout, devices, *how))
+    say(generate_for(model_settings, file, target, data, rollout, devices, options, version))
     say(f"written: {target}")

@@ -21,7 +21,8 @@ a group, M slots for a group's live completions, d the size of a head.
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,18 @@ class Attended:
     highest: Tensor | None  # None: m is 0
 
 
+class Shape(NamedTuple):
+    """The sizes of a step: those of the live completions, on a GPU rounded up so that few shapes occur."""
+
+    rows: int  # the live rows, and possibly a few more
+    groups: int
+    members: int  # maximum number of live completions of a group
+    prompt_columns: int  # columns of prompts that are read from the cache; unused ones are masked
+    own_columns: int  # columns of completions that are read from the cache; unused ones are masked
+    even_prompts: bool  # every prompt has `prompt_columns` tokens, so none is masked
+    even_ages: bool  # every live completion has `own_columns` tokens, so none is masked
+
+
 @dataclass(eq=False)
 class Decoding:
     """A step of one new token per live completion: each stores its key and value, and attends to prompt and completion.
@@ -75,11 +88,7 @@ class Decoding:
     column_R: Tensor  # the column of the new token's key in its completion
     length_G: Tensor  # number of tokens of each group's prompt
     age_G: Tensor  # number of tokens of each group's completions, which start together
-    _: KW_ONLY
-    prompt_columns: int  # columns of prompts that are read from the cache; unused ones are masked
-    own_columns: int  # columns of completions that are read from the cache; unused ones are masked
-    even_prompts: bool  # whether every prompt has `prompt_columns` tokens, so that none is masked
-    even_ages: bool  # whether every live completion has `own_columns` tokens, so that none is masked
+    shape: Shape
     fused: bool = False  # whether models/kernels/decode.py computes the attention
 
     read = slice(None)
@@ -92,14 +101,15 @@ class Decoding:
 
     def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the masks to add to logits, or None: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns)."""
-        if window is not None and self.prompt_columns + self.own_columns <= window:
+        shape = self.shape
+        if window is not None and shape.prompt_columns + shape.own_columns <= window:
             window = None
         if window not in self._masks:
             device = self.column_R.device
-            prompt = torch.arange(self.prompt_columns, device=device)[None, :]
-            own = torch.arange(self.own_columns, device=device)[None, :]
-            prompt_seen = None if self.even_prompts else prompt < self.length_G[:, None]
-            own_seen = None if self.even_ages else own <= self.column_R[:, None]
+            prompt = torch.arange(shape.prompt_columns, device=device)[None, :]
+            own = torch.arange(shape.own_columns, device=device)[None, :]
+            prompt_seen = None if shape.even_prompts else prompt < self.length_G[:, None]
+            own_seen = None if shape.even_ages else own <= self.column_R[:, None]
             if window is not None:
                 near = (self.length_G + self.age_G - 1)[:, None] - prompt < window
                 prompt_seen = near if prompt_seen is None else near & prompt_seen
@@ -139,8 +149,8 @@ class Decoding:
         from posttrain.models.kernels.decode import decode_attention  # needs Triton
 
         rows, (groups, _) = len(query_RKrd), self.row_GM.shape
-        prompt = slice(groups), slice(None), slice(self.prompt_columns)
-        own = slice(rows), slice(None), slice(self.own_columns)
+        prompt = slice(groups), slice(None), slice(self.shape.prompt_columns)
+        own = slice(rows), slice(None), slice(self.shape.own_columns)
         return decode_attention(
             query_RKrd,
             layer.prompt_key[prompt],
@@ -162,7 +172,7 @@ class Decoding:
 
     def _parts(self, layer: Layer, query_RKrd: Tensor, how: How, shifted: bool) -> tuple[Attended, Attended]:
         """Return the attention to a completion's own keys, and the attention to the keys of its prompt."""
-        rows, columns = len(query_RKrd), self.own_columns
+        rows, columns = len(query_RKrd), self.shape.own_columns
         prompt_mask, own_mask = self.masks(how.window)
         key, value = layer.own_key[:rows, :, :columns], layer.own_value[:rows, :, :columns]
         own = self._attend(query_RKrd, key, value, own_mask, how, shifted)
@@ -170,7 +180,7 @@ class Decoding:
 
     def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Attended:
         """Return each row's attention to its prompt. One product multiplies all queries of a group with its keys."""
-        groups, columns = len(self.row_GM), self.prompt_columns
+        groups, columns = len(self.row_GM), self.shape.prompt_columns
         rows, heads, each, size = query_RKrd.shape
         query_GKM, slot_RK = self.query_slots(heads)
         query = query_RKrd.reshape(rows * heads, each * size).index_select(0, query_GKM).view(groups, heads, -1, size)

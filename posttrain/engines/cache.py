@@ -88,10 +88,17 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
     """The bytes of one token's keys and values in all layers."""
-    config = config.get_text_config()
+    return numbers_per_token(config.get_text_config()) * cache_dtype(dtype, device).itemsize
+
+
+def numbers_per_token(config: PreTrainedConfig) -> int:
+    """The number of values in one token's keys and values in all layers."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * cache_dtype(dtype, device).itemsize
+    return 2 * config.num_hidden_layers * heads * head_size(config)
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def in_columns(length: int) -> int:

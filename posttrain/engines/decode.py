@@ -8,40 +8,26 @@ shapes are rounded up: rows to a power of two, columns to a multiple of 256. Ext
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.engines.attention import Decoding
+from posttrain.base.log import log
+from posttrain.engines.attention import Decoding, Shape
 from posttrain.engines.cache import Cache, Room, in_columns, power_of_two
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.sampling import sample_tokens, token_words
 from posttrain.models.families import backbone_of, base_of, head_layer, uses_triton
 from posttrain.scoring import next_token_logits, row_chunks
 
-log = logging.getLogger("posttrain")
-
 FEWEST_ROWS = 8
 STEPS_BETWEEN_CHECKS = 8  # steps between two checks for finished rows, which idle until then; a check waits for the GPU
 WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate memory
-
-
-class Shape(NamedTuple):
-    """The sizes of a step: those of the live completions, on a GPU rounded up so that few shapes occur."""
-
-    rows: int  # the live rows, and possibly a few more
-    groups: int
-    members: int  # maximum number of live completions of a group
-    prompt_columns: int
-    own_columns: int
-    even_prompts: bool  # every prompt has `prompt_columns` tokens
-    even_ages: bool  # every live completion has `own_columns` tokens
 
 
 @dataclass(slots=True)
@@ -132,11 +118,8 @@ class Stepper:
             column_R,
             state.length_G[groups],
             state.age_G[groups],
-            prompt_columns=shape.prompt_columns,
-            own_columns=shape.own_columns,
-            even_prompts=shape.even_prompts,
-            even_ages=shape.even_ages,
-            fused=self.fused,
+            shape,
+            self.fused,
         )
         token_R, position_R = state.token_R[rows], decoding.position_R
         out = self.backbone(input_ids=token_R[None], position_ids=position_R[None], use_cache=False, packed=decoding)

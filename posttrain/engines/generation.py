@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from posttrain.batch import Example, Node, pack
-from posttrain.engines.attention import Prefill
+from posttrain.engines.attention import Prefill, Shape
 from posttrain.engines.cache import FEWEST_COLUMNS, Buffers, Cache, Room
-from posttrain.engines.decode import DecodeState, Recordings, Shape, StaticStepper, Stepper
+from posttrain.engines.decode import DecodeState, Recordings, StaticStepper, Stepper
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopSearch, StopTexts, not_finite
 from posttrain.engines.sampling import keys
 from posttrain.models.attention import width_step

@@ -3,7 +3,6 @@
 Requests join and leave at any step, each with its own sampling settings and adapter.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError, EngineError, PosttrainError
+from posttrain.base.log import log
+from posttrain.base.words import by_key
 from posttrain.engines.cache import CACHE_BYTES, Room, cache_tokens
 from posttrain.engines.decode import DecodeState, Stepper
 from posttrain.engines.embedded import evaluating, refuse_unsupported
@@ -26,8 +27,6 @@ from posttrain.engines.sampling import sample_tokens
 from posttrain.models.families import base_of, check_positions, head_layer, positions_of, vocabulary_of
 from posttrain.models.matmul import packed_weights
 from posttrain.scoring import next_token_logits, row_chunks
-
-log = logging.getLogger("posttrain")
 
 MAX_ROWS, MAX_WAITING, CONTEXT = 64, 256, 4096
 Alternatives = list[tuple[int, float]]  # token ids with their log-probabilities, most likely first
@@ -107,7 +106,7 @@ class JoiningStepper(Stepper):
         position_R, done_R, total_R = state.count_R[rows].clone(), state.done_R[rows], logits.logsumexp(-1)
         token_R, ended_R = state.token_R[rows].clone(), torch.zeros_like(done_R)
         processed_R = torch.zeros_like(total_R)
-        for sampling, numbers in _by_settings(jobs).items():
+        for sampling, numbers in by_key((_deciding(job.sampling), index) for index, job in enumerate(jobs)).items():
             index = torch.tensor(numbers, device=self.device)
             own, keys = logits[index], state.key_R2[rows][index]  # a copy, which sampling overwrites
             token, processed_R[index] = sample_tokens(own, sampling, self.words_V, keys, position_R[index])
@@ -134,13 +133,9 @@ class JoiningStepper(Stepper):
         return [[*zip(*pair, strict=True)][: job.alternatives] for job, pair in zip(jobs, pairs, strict=True)]
 
 
-def _by_settings(jobs: Sequence[Job]) -> dict[Sampling, list[int]]:
-    """Group the indices of the jobs by the settings that decide how a token is sampled."""
-    groups: dict[Sampling, list[int]] = {}
-    for index, job in enumerate(jobs):
-        key = replace(job.sampling, seed=0, num_generations=1, max_completion_length=1, stop=())
-        groups.setdefault(key, []).append(index)
-    return groups
+def _deciding(sampling: Sampling) -> Sampling:
+    """Only the settings that decide how a token is sampled; the others have one value."""
+    return replace(sampling, seed=0, num_generations=1, max_completion_length=1, stop=())
 
 
 class Joining(Generation):

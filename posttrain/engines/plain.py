@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from posttrain.base.imports import replaced
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import (
     Completion,
@@ -53,16 +54,14 @@ class TransformersEngine(Engine):
         self.tokenizer, self.max_rows = tokenizer, max_rows
         self.load(policy, version)
 
-    def load(self, policy: nn.Module, version: int) -> None:
-        """Use `policy` from now on; its weights are not copied."""
-        self.policy, self.version = policy, version
-
     def _completed(
         self, requests: list[Request], sampling: Sampling, finished: Finished | None
     ) -> list[list[Completion]]:
         base, texts = base_of(self.policy), StopTexts(sampling.stop, self.tokenizer)
         batches = _batches(requests, max(1, self.max_rows // sampling.num_generations), positions_of(base.config))
-        with torch.inference_mode(), evaluating(self.policy), _own_attention(base), _plain_defaults(base):
+        # Without the model's generation defaults (penalties, stop tokens): only the given settings apply.
+        plain = replaced(base, "generation_config", GenerationConfig())
+        with torch.inference_mode(), evaluating(self.policy), _own_attention(base), plain:
             return in_batches(batches, lambda batch: self._batch(base, batch, sampling, texts), finished)
 
     def _batch(
@@ -166,14 +165,3 @@ def _own_attention(base: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         base.set_attn_implementation(PACKED)
-
-
-@contextlib.contextmanager
-def _plain_defaults(base: PreTrainedModel) -> Iterator[None]:
-    """Context without the model's generation defaults (penalties, stop tokens): only the given settings apply."""
-    own = base.generation_config
-    base.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        base.generation_config = own

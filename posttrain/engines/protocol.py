@@ -119,9 +119,9 @@ class Engine(ABC):
     ) -> list[list[Completion]]:
         """`generate` for checked prompts."""
 
-    @abstractmethod
     def load(self, policy: nn.Module, version: int) -> None:
-        """Use the weights of `policy`, with the adapters that are active when `generate` is called."""
+        """Use the weights of `policy` from now on, with the adapters that are active when `generate` is called."""
+        self.policy, self.version = policy, version
 
     def release(self) -> None:  # noqa: B027 (some engines keep nothing)
         """Release the memory that is kept between calls; the next call allocates it again."""
@@ -135,12 +135,14 @@ def in_batches(
     sample: Callable[[Sequence[Request]], list[list[Completion]]],
     finished: Finished | None,
 ) -> list[list[Completion]]:
-    """The completions of all batches of prompts. A batch's time is divided among its completions, and its prompts are
-    reported to `finished`."""
+    """The completions of all batches of prompts. A batch's time is divided among its completions in proportion to
+    their tokens, and its prompts are reported to `finished`."""
     groups: list[list[Completion]] = []
     for batch in batches:
         began, completions = time.perf_counter(), sample(batch)
-        groups += timed(completions, time.perf_counter() - began)
+        seconds, tokens = time.perf_counter() - began, sum(len(one.tokens) for group in completions for one in group)
+        per_token = seconds / max(1, tokens)
+        groups += [[replace(one, seconds=len(one.tokens) * per_token) for one in group] for group in completions]
         if finished is not None:
             for request in batch:
                 finished(request.index, groups[request.index])
@@ -216,12 +218,6 @@ def checked_requests(
         seed = seed_of(sampling.seed, index) if seeds is None else seeds[index]
         requests.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
     return requests
-
-
-def timed(groups: Sequence[Sequence[Completion]], seconds: float) -> list[list[Completion]]:
-    """Divide the `seconds` among completions that were generated together, in proportion to their tokens."""
-    per_token = seconds / max(1, sum(len(completion.tokens) for group in groups for completion in group))
-    return [[replace(each, seconds=len(each.tokens) * per_token) for each in group] for group in groups]
 
 
 def not_finite() -> VitalSignError:

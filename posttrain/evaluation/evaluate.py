@@ -1,6 +1,5 @@
 """`posttrain eval`: suites of questions answered by a model, or by recorded completions, graded and stored."""
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -9,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError, ModelError
+from posttrain.base.log import log
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, last_box
 from posttrain.config import DevicesConfig, ModelConfig
@@ -25,7 +23,7 @@ from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.evaluation.answering import Acted, Answers, Chosen, Generated, Recorded, ask, episodes_of, stops_of
 from posttrain.evaluation.items import Items
-from posttrain.evaluation.pairs import Preferred, pair_facts, pairs_for
+from posttrain.evaluation.pairs import Preferred, Scored, pair_facts, pairs_for
 from posttrain.evaluation.records import Answer, EvaluationStore, write_files
 from posttrain.evaluation.running import RULES, Judge, finished, run
 from posttrain.grading.extract import marked_answer
@@ -36,8 +34,6 @@ from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.runs.files import save_json
 from posttrain.runs.inputs import content_of
 from posttrain.runs.provenance import now
-
-log = logging.getLogger("posttrain")
 
 SHOWN = 50  # disagreements that --calibrate lists
 OWN = "posttrain.evaluation.rules"
@@ -149,8 +145,7 @@ class _Loaded(ExitStack):
         self._prompts: dict[str, Mapping[int, Prompt | Malformed]] = {}  # by suite, for all settings
 
     @cached_property
-    def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The model, which may be a reward model, and its tokenizer."""
+    def scored(self) -> Scored:
         kind, tokenizer = "reward" if is_reward_model(self._model) else "lm", load_tokenizer(self._model)
         return load_model(self._model, kind, compute_dtype(self._model, self._device), self._device), tokenizer
 
@@ -171,7 +166,7 @@ class _Loaded(ExitStack):
                 pass
         for items in chosen:
             if items.suite.kind == "preference":
-                pairs_for(self._model, *self.scored, items.suite, self._options)
+                pairs_for(self._model, self.scored, items.suite, self._options)
             else:
                 self._prompts_of(items)
         for suite in [items.suite for items in chosen if items.suite.kind == "generate"]:
@@ -193,7 +188,7 @@ class _Loaded(ExitStack):
             self._refuse_reward_model()
         with Judge(suite, self._options.workers, self._options.deadline) as judge:
             if suite.kind == "preference":
-                answers = Preferred(self._model, *self.scored, suite, self._options, one.facts["items"])
+                answers = Preferred(self._model, self.scored, suite, self._options, one.facts["items"])
                 items, sampling = answers.items, answers.sampling
             else:
                 items, answers, sampling = one.items, self._answers(one.items, one.sampling), one.facts["sampling"]

@@ -126,7 +126,6 @@ def run_lm_eval(
     num_fewshot: int | None = None,
     chat: bool = False,
     system_instruction: str | None = None,
-    tokens_per_pack: int = 8192,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Evaluate a model on lm-eval's tasks: names, or paths of task files (`.yaml`).
@@ -146,7 +145,7 @@ def run_lm_eval(
     manager, tokenizer = manager_of(model, tasks, chat)
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     check_embeddings(policy, tokenizer, model.path)
-    with Requests(policy, tokenizer, rollout, tokens_per_pack, seed) as requests:
+    with Requests(policy, tokenizer, rollout, seed) as requests:
         lm = PosttrainLM(requests)
         try:
             results = import_module("lm_eval").simple_evaluate(

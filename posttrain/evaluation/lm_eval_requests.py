@@ -5,7 +5,6 @@ A context is computed once for all its continuations, and a prompt once for all 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import ConfigError, DataError
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node, Pack
 from posttrain.config.schema.rollout import RolloutConfig
@@ -23,8 +23,7 @@ from posttrain.evaluation.answering import Reply
 from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer, of_sequences
 
-log = logging.getLogger("posttrain")
-
+PACK_TOKENS = 8192
 CONTINUATIONS_AT_ONCE = 256  # continuations scored between two updates of the progress bar
 NO_LIMIT = 2048  # positions assumed for a model without a limit, as in lm-eval
 SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # lm-eval's generation settings that engines support
@@ -35,17 +34,9 @@ Pair = tuple[list[int], list[int]]
 class Requests(ExitStack):
     """Scores continuations and completes prompts with a model, all as token ids. On exit, closes the engine."""
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        rollout: RolloutConfig,
-        tokens_per_pack: int,
-        seed: int,
-    ):
+    def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig, seed: int):
         super().__init__()
-        self.policy, self.tokenizer, self.rollout = policy, tokenizer, rollout
-        self.tokens_per_pack, self.seed = tokens_per_pack, seed
+        self.policy, self.tokenizer, self.rollout, self.seed = policy, tokenizer, rollout, seed
         self.positions = positions_of(policy.config) or NO_LIMIT
         self.stops = stop_token_ids(policy, tokenizer)
         self._scorer = Scorer(policy)
@@ -70,7 +61,7 @@ class Requests(ExitStack):
         for start in progress(range(0, len(order), CONTINUATIONS_AT_ONCE), "scoring continuations"):
             block = order[start : start + CONTINUATIONS_AT_ONCE]
             examples = [Example((Node(pairs[i][0], children=(Node(pairs[i][1], trained=True),)),), i) for i in block]
-            room = max(self.tokens_per_pack, *(len(pairs[i][0]) + len(pairs[i][1]) for i in block))
+            room = max(PACK_TOKENS, *(len(pairs[i][0]) + len(pairs[i][1]) for i in block))
             found = of_sequences(examples, self._scored, self.policy.device, room)
             for index, [score] in zip(block, found, strict=True):
                 scores[index] = score

@@ -8,7 +8,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.console import progress
 from posttrain.base.errors import ModelError
 from posttrain.batch import Example, Pack
 from posttrain.config import DataConfig, ModelConfig
@@ -37,6 +39,7 @@ PAIRS = 16  # pairs in a batch of --num-batches
 BETA = 0.1  # of the implicit reward
 LONGEST = 4096  # maximum tokens of a sequence; fewer if the model has fewer positions
 
+Scored = tuple[PreTrainedModel, PreTrainedTokenizerBase]  # a model, which may be a reward model, and its tokenizer
 Margins = Callable[[Sequence[Example]], list[float]]
 
 
@@ -59,16 +62,9 @@ class Preferred:
     """Answers with the margins of a reward model's or a policy's scores: right if chosen is above rejected. `items` are
     the pairs that are scored, `sampling` the facts for the summary."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        loaded: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        suite: SuiteConfig,
-        options: EvalOptions,
-        digest: str,
-    ):
-        self._dataset, self._reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
+    def __init__(self, model: ModelConfig, scored: Scored, suite: SuiteConfig, options: EvalOptions, digest: str):
+        loaded, tokenizer = scored
+        self._dataset, self._reasons, read = pairs_for(model, scored, suite, options)
         reference, other, device = _reference(model, options), None, loaded.device
         self.sampling: dict[str, Any] = {"reference": options.reference}
         if reference is not None and not is_classifier(loaded):
@@ -94,15 +90,12 @@ class Preferred:
 
 
 def pairs_for(
-    model: ModelConfig,
-    loaded: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    suite: SuiteConfig,
-    options: EvalOptions,
+    model: ModelConfig, scored: Scored, suite: SuiteConfig, options: EvalOptions
 ) -> tuple[Dataset, dict[int, str], int]:
     """The pairs that fit the model, the reasons why other rows cannot be scored, by row, and the number of rows.
 
     Raises ModelError if the tokenizer does not fit the model, or if the reference has another tokenizer."""
+    loaded, tokenizer = scored
     check_embeddings(loaded, tokenizer, model.path)
     reference = None if is_classifier(loaded) else _reference(model, options)
     if reference is not None and _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
@@ -187,6 +180,13 @@ def margins_by(model: PreTrainedModel, reference: PreTrainedModel | None = None)
         return [chosen - rejected for chosen, rejected in scored]
 
     return margins
+
+
+def margins_of(model: PreTrainedModel, examples: Iterable[Example], count: int, what: str) -> list[float]:
+    """The margins of `count` pairs, which are read and scored batch by batch."""
+    margins, rest = margins_by(model), iter(examples)
+    batches = (list(islice(rest, BATCH)) for _ in progress(range(0, count, BATCH), what))
+    return [margin for batch in batches for margin in margins(batch)]
 
 
 def is_classifier(loaded: PreTrainedModel) -> bool:

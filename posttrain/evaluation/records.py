@@ -4,30 +4,29 @@ An item's answers are stored in one transaction: a killed evaluation has complet
 """
 
 import json
-import logging
 import os
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from posttrain import __version__
 from posttrain.base.errors import RunError
+from posttrain.base.log import log
 from posttrain.base.words import by_key
 from posttrain.evaluation.statistics import majorities, mean_by_prompt, passes
-from posttrain.runs.files import check_database, load_json, make_folder, open_regular, save_json, save_rows
+from posttrain.runs.files import check_database, load_json, make_folder, open_regular, save_json, save_rows, storable
 from posttrain.runs.folder import FolderLock
 from posttrain.runs.stored_rollouts import check_episode
 
 if TYPE_CHECKING:
     from posttrain.evaluation.items import Items  # imports torch
-
-log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
 FORMAT = 1
@@ -63,7 +62,7 @@ COLUMNS = tuple(field.name for field in fields(Answer))
 _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
-class EvaluationStore:
+class EvaluationStore(AbstractContextManager["EvaluationStore"]):
     """The database of an evaluation folder, locked for this process; any thread of the process may use it.
 
     SQLite errors become RunErrors that name the file. With `overwrite`, starting an evaluation removes the earlier one
@@ -94,9 +93,6 @@ class EvaluationStore:
         self.path.with_name(f"{DATABASE}-journal").unlink(missing_ok=True)  # it would be applied to the new database
         log.warning("%s is damaged and was moved to %s", self.path, aside.name)
         return _connected(self.path, False)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._turn:
@@ -160,7 +156,7 @@ class EvaluationStore:
             raise self._refusal(error) from error
 
     def _write(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        safe = [tuple(_storable(value) for value in row) for row in rows]
+        safe = [tuple(map(storable, row)) for row in rows]
         try:
             with self._turn, self._connection:
                 self._connection.executemany(query, safe)
@@ -197,12 +193,6 @@ def _connected(path: Path, check: bool) -> sqlite3.Connection:
 
 def _is_damage(error: Exception) -> bool:
     return any(words in str(error) for words in ("malformed", "not a database"))
-
-
-def _storable(value: Any) -> Any:
-    """A mapping as JSON; lone surrogates, which UTF-8 cannot encode, as escapes."""
-    value = json.dumps(value, default=str) if isinstance(value, Mapping) else value
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def summarise(

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, ExitStack
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 from posttrain.base.console import counter
 from posttrain.base.errors import ConfigError, RunError
+from posttrain.base.signals import in_thread
 from posttrain.config import TagsConfig
 from posttrain.config.schema.suite import OF_ENVIRONMENT, SuiteConfig
 from posttrain.evaluation import ifeval
@@ -167,7 +167,7 @@ def run(
     return summary
 
 
-class Grading:
+class Grading(AbstractContextManager["Grading"]):
     """Grades items while others are still being answered.
 
     `graded` is called in another thread as soon as there are verdicts, however long the next answer takes. Leaving the
@@ -180,13 +180,8 @@ class Grading:
         self._answered: list[Answered] = []
         self._count, self._since = 0, time.monotonic()
         self._submitted: SimpleQueue[tuple[list[Answered], Pending] | None] = SimpleQueue()
-        self._failure: BaseException | None = None  # an error in the thread
         self._left = False
-        self._thread = threading.Thread(target=self._work, name="posttrain-evaluation", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+        self._working = in_thread(self._work)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -194,15 +189,15 @@ class Grading:
                 self._submit()
         finally:
             self._submitted.put(None)
-            self._thread.join(None if kind is None else GRACE_S)
+            wait([self._working], None if kind is None else GRACE_S)
             self._left = True
-        if kind is None and self._failure is not None:
-            raise self._failure
+        if kind is None:
+            self._working.result()
 
     def add(self, item: Item, replies: list[Reply]) -> None:
         """Add an answered item. If grading or storing an earlier item failed, that error is raised here."""
-        if self._failure is not None:
-            raise self._failure
+        if self._working.done():
+            self._working.result()
         self._answered.append((item, replies))
         self._count += len(replies)
         if self._count >= self._at_once or time.monotonic() - self._since > WAIT_S:
@@ -216,16 +211,13 @@ class Grading:
         self._count, self._since = 0, time.monotonic()
 
     def _work(self) -> None:
-        try:
-            more = True
-            while more and not self._left:
-                submitted = [self._submitted.get()]
-                while not self._submitted.empty():
-                    submitted.append(self._submitted.get())
-                more = None not in submitted
-                self._collect([batch for batch in submitted if batch is not None])
-        except BaseException as error:  # raised in the main thread
-            self._failure = error
+        more = True
+        while more and not self._left:
+            submitted = [self._submitted.get()]
+            while not self._submitted.empty():
+                submitted.append(self._submitted.get())
+            more = None not in submitted
+            self._collect([batch for batch in submitted if batch is not None])
 
     def _collect(self, submitted: Sequence[tuple[list[Answered], Pending]]) -> None:
         grades = iter(self._judge.collect([grade for _, pending in submitted for grade in pending]))

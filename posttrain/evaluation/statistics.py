@@ -139,11 +139,7 @@ def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[int, floa
 
 def majorities(groups: Sequence[Sequence[tuple[str | None, bool]]], most: int) -> dict[int, float]:
     """maj@k by k, as in `passes`. The groups have each completion's answer, and whether it is right."""
-
-    def share(group: Sequence[tuple[str | None, bool]], k: int) -> float:
-        return maj_at_k([answer for answer, _ in group], [right for _, right in group], k)
-
-    return _by_size(groups, most, share)
+    return _by_size(groups, most, lambda group, k: maj_at_k([it for it, _ in group], [right for _, right in group], k))
 
 
 def _by_size(groups: Sequence[Group], most: int, value: Callable[[Group, int], float]) -> dict[int, float]:

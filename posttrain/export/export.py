@@ -1,6 +1,5 @@
 """Exports a run's model, or any other, to a folder for plain transformers and vLLM: merged, checked, documented."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.base.errors import ModelError
+from posttrain.base.log import log
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, hub_id_of, in_units
 from posttrain.config import DevicesConfig, ModelConfig
@@ -29,8 +29,6 @@ from posttrain.runs.files import save_json
 from posttrain.runs.finding import size_of
 from posttrain.runs.inputs import content_of
 from posttrain.training.job import set_pad_token
-
-log = logging.getLogger("posttrain")
 
 MARK = "export.json"  # a folder without this file is never replaced
 

@@ -20,7 +20,6 @@ from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
 from posttrain.distillation import compare_distributions, forward_kl
-from posttrain.evaluation.pairs import margins_by
 from posttrain.evaluation.records import Answer, scores_by_item
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
 from posttrain.models.attention import width_step
@@ -118,16 +117,6 @@ def check_divergence(divergence: Sequence[Sequence[Sequence[float]]], limits: Li
 
 def _flips(name: str, share: Estimate, limit: float, of: str) -> Check:
     return Check(name, share.value, share.low, share.high, limit, verdict(share.value, share.high, limit), of)
-
-
-def margins_of(model: PreTrainedModel, examples: Sequence[Example], what: str) -> list[float]:
-    """The reward of the chosen completion minus that of the rejected one, for each pair."""
-    margins = margins_by(model)
-    return [
-        margin
-        for start in progress(range(0, len(examples), BATCH), f"gate: rewards of the {what} model")
-        for margin in margins(examples[start : start + BATCH])
-    ]
 
 
 def check_margins(before: Sequence[float], after: Sequence[float], limits: Limits) -> list[Check]:

@@ -1,6 +1,5 @@
 """Writes a model with quantised linear layers to a folder for plain transformers, and runs its gate."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -14,6 +13,7 @@ from posttrain import __version__
 from posttrain.base.errors import ModelError
 from posttrain.base.files import leftovers
 from posttrain.base.imports import need
+from posttrain.base.log import log
 from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, hub_id_of, in_units
@@ -21,6 +21,7 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import EvalOptions, Precision, QuantizeOptions
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
+from posttrain.evaluation.pairs import margins_of
 from posttrain.evaluation.records import SUMMARY, read_answers
 from posttrain.export import gate
 from posttrain.export.card import start_of
@@ -35,8 +36,6 @@ from posttrain.runs.files import load_json, save_json
 from posttrain.runs.finding import size_of
 from posttrain.runs.inputs import content_of
 from posttrain.runs.provenance import now
-
-log = logging.getLogger("posttrain")
 
 MARK = QUANTISED  # the file with the result; a folder without it is never replaced
 SIDES = ("original", "quantized")
@@ -151,8 +150,12 @@ class _Work:
         checks = [gate.check_weights(self._original, other, self._limits.weights)]
         examples = self._examples
         if examples and self._source.reward:
-            before = gate.margins_of(self._original, examples, "original")
-            checks += gate.check_margins(before, gate.margins_of(other, examples, "quantised"), self._limits)
+            models = {"original": self._original, "quantised": other}
+            before, after = (
+                margins_of(model, examples, len(examples), f"gate: rewards of the {what} model")
+                for what, model in models.items()
+            )
+            checks += gate.check_margins(before, after, self._limits)
         elif examples:
             checks += gate.check_divergence(gate.diverge(self._original, other, examples), self._limits)
         return checks

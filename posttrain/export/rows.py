@@ -1,7 +1,6 @@
 """The rows on which a written model is compared with the original: rows of the user or the run, or built-in prompts."""
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DataError, PosttrainError
 from posttrain.base.files import table_beside
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.config import DataConfig, RunConfig
@@ -31,8 +31,6 @@ from posttrain.inspection.rows import generate_all
 from posttrain.inspection.sample import first_prompts
 from posttrain.models.families import positions_of
 from posttrain.sampler import sampling_of
-
-log = logging.getLogger("posttrain")
 
 T = TypeVar("T")
 Settings = dict[str, Any]  # data settings by name

@@ -1,6 +1,5 @@
 """What is exported: a model's folder or hub id, and the run that trained it."""
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ModelError, PosttrainError, RunError
+from posttrain.base.log import log
 from posttrain.base.words import SAVED, model_name
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.adapters import BASE, base_settings, is_adapter
@@ -17,8 +17,6 @@ from posttrain.runs.files import load_json
 from posttrain.runs.finding import newest_model
 from posttrain.runs.inputs import START, content_of, recorded, run_settings
 from posttrain.runs.summary import RunSummary, read_run
-
-log = logging.getLogger("posttrain")
 
 QUANTISED = "quantization.json"  # written by `posttrain quantize` into its folder: settings, sizes and the gate
 

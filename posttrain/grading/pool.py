@@ -12,23 +12,20 @@ count. A killed worker is replaced by a spare; when a pool closes, its free work
 import asyncio
 import atexit
 import contextlib
-import logging
 import os
 import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Self
 
 from posttrain.base.child import HelperPool
 from posttrain.base.errors import RewardError
+from posttrain.base.log import log
 from posttrain.base.signals import result_of
 from posttrain.base.system import CAN_FORK
 from posttrain.grading.process import Deadlines, Template, WorkerProcess, worker_environment
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
-
-log = logging.getLogger("posttrain")
 
 DEADLINE_S = 2.0
 ALARM_SHARE = 0.005
@@ -43,7 +40,7 @@ def workers_of(processes: int = 1) -> int:
     return max(1, min(os.cpu_count() or 1, MOST_WORKERS) // processes)
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager["Pool"]):
     """Supervised worker processes. Each imports `modules` before its first job, outside the job's deadline.
 
     `spares` additional workers are ready to replace killed ones. Close the pool, or use it as a context manager; its
@@ -268,9 +265,6 @@ class Pool:
                     item[1].cancel()
         for _ in self._threads:
             self._jobs.put(None)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, error: object, *_: object) -> None:
         self.close(keep=error is None)

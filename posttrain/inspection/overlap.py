@@ -12,7 +12,6 @@ copies share most words. A question of 8 to 12 words is one n-gram; shorter ques
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +20,7 @@ from huggingface_hub import constants
 
 from posttrain.base.errors import DataError, PosttrainError
 from posttrain.base.files import path_of
+from posttrain.base.imports import replaced
 from posttrain.config.reading.interpolation import leaves
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.holdout import mixed
@@ -194,7 +194,7 @@ def questions_of(against: Sequence[str]) -> tuple[list[Questions], dict[str, str
     if against:
         return [_named(text) for text in against], {}
     found, missing = [], {}
-    with _cache_only():
+    with replaced(constants, "HF_HUB_OFFLINE", True):
         for name in suite_names():
             suite = find_suite(name)
             if suite.kind == "preference" or name == "mmlu_logprob":  # pairs, or the same questions as mmlu
@@ -204,16 +204,6 @@ def questions_of(against: Sequence[str]) -> tuple[list[Questions], dict[str, str
             except PosttrainError as error:
                 missing[name] = str(error)
     return found, missing
-
-
-@contextmanager
-def _cache_only() -> Iterator[None]:
-    """A context in which huggingface_hub uses only its local cache."""
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def _named(text: str) -> Questions:

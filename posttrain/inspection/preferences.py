@@ -20,14 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.base.console import progress
 from posttrain.base.errors import ConfigError
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import by_key
 from posttrain.config import ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Options, prepare
-from posttrain.evaluation.pairs import BATCH, margins_by
+from posttrain.evaluation import pairs
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest
@@ -59,8 +58,8 @@ class LengthBias:
 
 def length_bias(chosen: Array, rejected: Array, prompts: Sequence[int] | Array) -> LengthBias:
     """Compute the length bias from the token counts of each pair's replies, and a key of each pair's prompt."""
-    pairs = zip(chosen.tolist(), rejected.tolist(), map(int, prompts), strict=True)
-    by_prompt = by_key((prompt, float(one > other)) for one, other, prompt in pairs if one != other)
+    lengths = zip(chosen.tolist(), rejected.tolist(), map(int, prompts), strict=True)
+    by_prompt = by_key((prompt, float(one > other)) for one, other, prompt in lengths if one != other)
     longer = mean_by_prompt(list(by_prompt.values())) if by_prompt else None
     equal = int((chosen == rejected).sum())
     return LengthBias(len(chosen), equal, longer, auc(chosen, rejected), float(chosen.mean()), float(rejected.mean()))
@@ -95,9 +94,7 @@ def margins_of(config: RunConfig, path: str) -> tuple[Array, Array]:
     _, once = np.unique(dataset.rows, return_index=True)  # a weighted source repeats rows
     once = once[~dataset.ties[once]]
     once = once[np.argsort(-dataset.lengths[once], kind="stable")]
-    score, margins = margins_by(loaded), []
-    for start in progress(range(0, len(once), BATCH), "scoring pairs"):
-        margins += score([dataset[int(index)] for index in once[start : start + BATCH]])
+    margins = pairs.margins_of(loaded, map(dataset.__getitem__, once.tolist()), len(once), "scoring pairs")
     order = np.argsort(dataset.rows[once], kind="stable")
     return dataset.rows[once][order], np.array(margins)[order]
 

@@ -70,8 +70,7 @@ def _explored(
     shown = overview(prepared, tokenizer, selection)
     if options.no_quality:
         return shown
-    against, n, judge = options.against, options.ngram, options.reward_model
-    quality = check_quality(config, prepared, tokenizer, against=against, n=n, reward_model=judge)
+    quality = check_quality(config, prepared, tokenizer, options)
     if not options.json:
         console.print()
         quality.show(console)
@@ -91,20 +90,12 @@ def _save_good(config: RunConfig, prepared: Prepared, file: Path) -> None:
 
 
 def check_quality(
-    config: RunConfig,
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    against: Sequence[str] = (),
-    n: int = 13,
-    reward_model: str | None = None,
+    config: RunConfig, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, options: ExploreOptions
 ) -> "Quality":
-    """Check the training and validation rows, and return all findings.
-
-    `against`: suites or files whose questions are searched for; empty: the built-in suites in the local cache. Raises a
-    PosttrainError if one of them cannot be read, or if the reward model cannot score the pairs.
-    """
-    questions, missing = overlap.questions_of(against)  # first, so that an error comes before long work
+    """Check the training and validation rows, and return all findings. Raises a PosttrainError if a suite or file of
+    `options.against` cannot be read, or if the reward model cannot score the pairs."""
+    reward_model, n = options.reward_model, options.ngram
+    questions, missing = overlap.questions_of(options.against)  # first, so that an error comes before long work
     noise, contradicted = None, []
     if reward_model is not None:
         rows, margins = margins_of(config, reward_model)

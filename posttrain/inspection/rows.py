@@ -1,7 +1,6 @@
 """`posttrain generate` and `posttrain score`: copy the rows of a file, in order and with all fields, and add
 completions of their prompts, or log-probabilities or rewards of their completions."""
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -13,10 +12,12 @@ import numpy as np
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import DataError
+from posttrain.base.log import log
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted
 from posttrain.batch import Pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.options import GenerateOptions
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data import prepare
@@ -31,8 +32,6 @@ from posttrain.runs.files import ready_to_write, save_rows
 from posttrain.sampler import sampling_of
 from posttrain.scoring import RewardScorer, Scorer, of_sequences
 
-log = logging.getLogger("posttrain")
-
 BATCH = 32  # rows scored per batch
 
 
@@ -44,25 +43,24 @@ def generate(
     data: DataConfig,
     rollout: RolloutConfig,
     devices: DevicesConfig,
-    num_generations: int,
-    seed: int,
-    overwrite: bool = False,
-    behavior_version: int = 2,
+    options: GenerateOptions,
+    behavior_version: int,
 ) -> str:
     """Sample completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
     A completion has `text` (as for rewards: without special tokens), `token_ids`, `logprobs` and `finish_reason`. A row
     without a usable prompt keeps its position and has an `error`. A row's completions depend only on the seed and the
     row's number. Prompts are rendered by the rules of `behavior_version`. Input files are never overwritten; an
-    existing `output` is overwritten only with `overwrite`. Returns the counts and the speed in words.
+    existing `output` is overwritten only with `options.overwrite`. Returns the counts and the speed in words.
     """
-    ready_to_write(output, (file, Path(model.path)), overwrite)
+    ready_to_write(output, (file, Path(model.path)), options.overwrite)
     device = take_device(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
     prompts = prompts_of(records, data, tokenizer, str(file), behavior_version, positions_of(load_config(model)))
     policy = load_model(model, "lm", compute_dtype(model, device), device)
-    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer, data.template != "none"), seed)
+    stops = stop_token_ids(policy, tokenizer, data.template != "none")
+    sampling = sampling_of(rollout, options.num_generations, stops, options.seed)
     good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
     with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
         began = time.perf_counter()

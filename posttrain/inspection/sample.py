@@ -15,6 +15,7 @@ from posttrain.base.errors import DataError, RunError
 from posttrain.base.terminal import visible
 from posttrain.base.threads import sharing_cores
 from posttrain.config import DataConfig, RunConfig
+from posttrain.config.options import SampleOptions
 from posttrain.data.prompts import Prompt, completion_faults, prompts_of, stop_faults
 from posttrain.data.reading import SourcePart, malformed_of, parts_of
 from posttrain.data.report import Malformed
@@ -60,35 +61,28 @@ class SampledGroup:
 
 @sharing_cores()
 def sample(
-    config: RunConfig,
-    longest_prompt: int | None,
-    temperatures: Sequence[float],
-    num_prompts: int,
-    num_generations: int,
-    show: int,
-    seed: int,
-    console: Console,
+    config: RunConfig, longest: int | None, temperatures: Sequence[float], options: SampleOptions, console: Console
 ) -> None:
-    """Sample and reward completions at each temperature, and print `show` completions of every prompt.
+    """Sample and reward completions at each temperature, and print `options.show` completions of every prompt.
 
     Then print a table, tokenisation problems, and suggestions. The table has a line per prompt or, with several
-    temperatures, per temperature. Prompts of over `longest_prompt` tokens are not used, as in training.
+    temperatures, per temperature. Prompts of over `longest` tokens are not used, as in training.
     """
     model, rollout = config.models[0], config.rollout
     if is_reward_model(model):
         raise RunError(f"{model.path} is a reward model, which cannot generate completions: sample from a policy")
     device, tokenizer = take_device(config.devices), load_tokenizer(model)
     policy = load_model(model, "lm", compute_dtype(model, device), device)
-    of_run = config.seed, config.behavior_version, longest_prompt
-    prompts, unused = first_prompts(config.data, policy, tokenizer, num_prompts, *of_run)
+    of_run = config.seed, config.behavior_version, longest
+    prompts, unused = first_prompts(config.data, policy, tokenizer, options.prompts, *of_run)
     stops = stop_token_ids(policy, tokenizer, config.data.template != "none")
-    sampling = sampling_of(rollout, num_generations, stops, seed)
+    sampling = sampling_of(rollout, options.num_generations, stops, options.seed)
     sampled: dict[float, list[SampledGroup]] = {}
     with ExitStack() as resources:
         engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
         episodes = None
         if config.environments or config.tools:
-            room = longest_prompt or config.data.max_length
+            room = longest or config.data.max_length
             episodes = resources.enter_context(episodes_of(config, room, engine, policy, tokenizer))
         rewards = resources.enter_context(rewards_of(config, episodes))
         for temperature in temperatures:
@@ -96,7 +90,7 @@ def sample(
             if episodes is None:
                 groups = generated(engine, prompts, at, tokenizer)
             else:
-                live = Live(console) if show and not sampled else None
+                live = Live(console) if options.show and not sampled else None
                 groups = acted(episodes, prompts, at, tokenizer, live)
             sampled[temperature] = groups if rewards is None else rewarded(groups, rewards)
 
@@ -108,7 +102,7 @@ def sample(
         console.print(
             Text(f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts")
         )
-    show_completions(sampled, show, console)
+    show_completions(sampled, options.show, console)
     console.print(table(measured, model.path))
     # What tools write is not tokenised with what the model writes.
     tokenised = list(itertools.chain(*sampled.values())) if episodes is None else []

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import random
 import sqlite3
@@ -22,11 +21,10 @@ from weakref import WeakSet
 from posttrain.base.console import progress
 from posttrain.base.errors import RewardError
 from posttrain.base.files import default_cache
+from posttrain.base.log import log
 from posttrain.base.signals import result_of
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.judges.post import Answer, Pace, Post
-
-log = logging.getLogger("posttrain")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause before the first retry, doubled for each further retry; longest pause
 CHARACTERS_PER_TOKEN = 3  # estimates a request's tokens for the limit per minute, until the server has counted them

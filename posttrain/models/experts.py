@@ -4,7 +4,6 @@ Experts have no capacity limit, so no token is ever dropped. But a few experts m
 """
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from posttrain.base.errors import ConfigError, ModelError
+from posttrain.base.log import log
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of
 from posttrain.models.sharding import architecture_of
-
-log = logging.getLogger("posttrain")
 
 
 class RouterLoss:

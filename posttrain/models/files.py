@@ -8,15 +8,16 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path, PurePosixPath
 from re import _parser  # type: ignore[attr-defined]  # the parser of regular expressions has no public name
-from typing import Any
+from typing import Any, Literal, Union
 
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, confloat, conint
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
@@ -40,43 +41,25 @@ ADAPTERS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "VERA", "TRAINABLE_
 # Limits of regular expressions (a search for `.*a.*b.*c.*d` has 20 bits), and of a tokenizer's replacements.
 MOST_BITS, MOST_PATTERN, SHORT_REPEAT, MOST_GROWTH = 26, 20_000, 3, 64
 
-Right = Callable[[Any], bool]
-Rule = tuple[Right, str]
+Rule = tuple[Any, str]  # the type of a value, and its name in messages
 
 
-def _whole(low: int, high: float) -> Right:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _each(right: Right) -> Right:
-    """Whether a value, or every item of a list, is right."""
-    return lambda value: all(map(right, value)) if isinstance(value, list) else right(value)
-
-
-def _mapping(right: Right) -> Right:
-    return lambda value: isinstance(value, dict) and all(map(right, value.values()))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _each(kind: Any) -> Any:
+    """A value, or a list of them."""
+    return Union[kind, list[kind]]  # noqa: UP007 (of a variable)
 
 
 def _size(most: int) -> Rule:
-    return _each(_whole(1, most)), f"a whole number from 1 to {most:,}"
+    return _each(conint(ge=1, le=most)), f"a whole number from 1 to {most:,}"
 
 
-_is_rank = _whole(0, RANK)
-_is_id = _whole(-1, VOCABULARY - 1)
-_IDS: Rule = (_each(_is_id), "a token id or a list of them")
-_NAMES: Rule = (_each(_is_text), "a name or a list of them")
-_FLAG: Rule = (lambda value: type(value) is bool, "true or false")
-_NUMBER: Rule = (_is_number, "a number")
-_SHARE: Rule = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
-_RANK: Rule = (_is_rank, f"a whole number up to {RANK:,}")
+_Rank, _Id, _Number = conint(ge=0, le=RANK), conint(ge=-1, le=VOCABULARY - 1), confloat(allow_inf_nan=False)
+_Ids: Any = _each(_Id)
+_IDS: Rule = (_Ids, "a token id or a list of them")
+_NAMES: Rule = (_each(str), "a name or a list of them")
+_NUMBER: Rule = (_Number, "a number")
+_SHARE: Rule = (confloat(ge=0, le=1, allow_inf_nan=False), "a number from 0 to 1")
+_FLAG: Rule = (bool, "true or false")
 # Sizes in config.json, for all families. No model comes near the accepted maxima.
 SIZES: dict[str, Rule] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _size(2_000)),
@@ -86,40 +69,35 @@ SIZES: dict[str, Rule] = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), _size(2**22)),
     "vocab_size": _size(VOCABULARY),
 }
-_TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": (_is_id, "a token id")}
+_TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": (_Id, "a token id")}
 # The rules, by file and field. Libraries do not check these fields, and fail far from the cause or compute nonsense.
 FIELDS: dict[str, dict[str, Rule]] = {
     "config.json": {
         **_TOKENS,
-        "architectures": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of names"),
-        "max_position_embeddings": (_whole(1, math.inf), "a whole number above 0"),
+        "architectures": (list[str], "a list of names"),
+        "max_position_embeddings": (conint(ge=1), "a whole number above 0"),
     },
     "generation_config.json": {
         **_TOKENS,
         **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), _NUMBER),
     },
     "tokenizer_config.json": {
-        "model_max_length": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-        "chat_template": (lambda value: isinstance(value, str | list | dict), "a template"),
+        "model_max_length": (confloat(gt=0, allow_inf_nan=False), "a number above 0"),
+        "chat_template": (str | list | dict, "a template"),
     },
     "adapter_config.json": {
-        **dict.fromkeys(("r", "init_r", "target_r", "oft_block_size"), _RANK),
+        **dict.fromkeys(("r", "init_r", "target_r", "oft_block_size"), (_Rank, f"a whole number up to {RANK:,}")),
         **dict.fromkeys(("lora_alpha", "alpha"), _NUMBER),
         **dict.fromkeys(("lora_dropout", "module_dropout", "rank_dropout", "vera_dropout"), _SHARE),
         **dict.fromkeys(("target_modules", "modules_to_save", "exclude_modules", "layers_pattern"), _NAMES),
         **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying"), _FLAG),
-        "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
-        "revision": (_is_text, "a branch, tag or commit"),
-        "layers_to_transform": (_each(lambda value: type(value) is int), "a layer or a list of them"),
-        "rank_pattern": (  # AdaLoRA's rank_pattern has a list for each module: which ranks are kept
-            _mapping(lambda rank: isinstance(rank, list) or _is_rank(rank)),
-            f"a mapping of modules to whole numbers up to {RANK:,}",
-        ),
-        "alpha_pattern": (_mapping(_is_number), "a mapping of modules to numbers"),
-        "trainable_token_indices": (
-            lambda value: _IDS[0](value) or _mapping(_IDS[0])(value),
-            "token ids, or a mapping of modules to them",
-        ),
+        "bias": (Literal["none", "all", "lora_only"], "none, all or lora_only"),
+        "revision": (str, "a branch, tag or commit"),
+        "layers_to_transform": (_each(int), "a layer or a list of them"),
+        # AdaLoRA's rank_pattern has a list for each module: which ranks are kept.
+        "rank_pattern": (dict[str, _Rank | list], f"a mapping of modules to whole numbers up to {RANK:,}"),
+        "alpha_pattern": (dict[str, _Number], "a mapping of modules to numbers"),
+        "trainable_token_indices": (_Ids | dict[str, _Ids], "token ids, or a mapping of modules to them"),
     },
 }
 
@@ -239,10 +217,19 @@ def check_file(path: str, revision: str | None, name: str) -> None:
 
 
 def _check_fields(values: Mapping[str, Any], path: str, file: str, rules: Mapping[str, Rule]) -> None:
-    for name, (right, what) in rules.items():
-        if values.get(name) is not None and not right(values[name]):
-            shown = f'"{values[name]}"' if _is_text(values[name]) else str(values[name])  # "16" is not 16
-            raise ModelError(f"model {path}: {file} says {name}: {shown[:40]}; it must be {what}")
+    for name, (kind, what) in rules.items():
+        if values.get(name) is None:
+            continue
+        try:
+            _adapter(kind).validate_python(values[name])
+        except ValidationError:
+            shown = f'"{values[name]}"' if isinstance(values[name], str) else str(values[name])  # "16" is not 16
+            raise ModelError(f"model {path}: {file} says {name}: {shown[:40]}; it must be {what}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 def _check_sizes(config: Mapping[str, Any], path: str) -> None:
@@ -378,7 +365,7 @@ def adapter_stops(path: str) -> list[int]:
     config = read_json(file, path) if file.is_file() else {}
     value = config.get("eos_token_id") if isinstance(config, dict) else [config]
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(map(_whole(0, math.inf), ids)):
+    if not all(type(id) is int and id >= 0 for id in ids):
         raise ModelError(
             f"model {path}: {file.name} gives eos_token_id: {str(value)[:40]}; it must be a token id or a list of them"
         )

@@ -8,7 +8,6 @@ exchange and the main threads of all other ranks; so do two ranks that wait for 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
@@ -20,12 +19,11 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from posttrain.base.errors import RankError
+from posttrain.base.log import log
 from posttrain.base.terminal import say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-log = logging.getLogger("posttrain")
 
 BEAT_S = 1.0  # seconds between two heartbeats
 SILENCE_S = 30.0  # seconds without a heartbeat until a rank is lost; in different exchanges until ranks are out of step

@@ -61,7 +61,11 @@ def activations(
     types = getattr(settings, "layer_types", None) or [""] * depth
     inner = {kind: 1 + types[1:].index(kind) for kind in types[1 : depth - 1]}  # the first of each type after layer 0
     layers = min(depth, 2 + max(inner.values(), default=1))
-    kept, working, saved = _simulate(config, model, pack, dtype, checkpointing, layers, masks)
+    policy = empty_model(config, model, dtype, layers)
+    policy.train(config.method.dropout)
+    mask = masks(pack, pack.last_S if config.method.head == "reward" else pack.read_U)
+    mask.masks(None, dtype)
+    kept, working, saved = _simulate(policy, pack, mask, checkpointing)
     return kept + sum(saved[inner[kind]] for kind in types[layers - 1 : depth - 1]), working
 
 
@@ -75,21 +79,9 @@ class _OneKernel(PackedMask):
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def _simulate(
-    config: RunConfig,
-    model: ModelConfig,
-    pack: Pack,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    layers: int,
-    masks: type[PackedMask],
-) -> tuple[int, int, list[int]]:
-    """Simulate the forward and backward pass of a model with `layers` layers. Return both results of `activations`, and
-    the bytes that each layer except the last saves."""
-    read = pack.last_S if config.method.head == "reward" else pack.read_U
-    mask = masks(pack, read)
-    mask.masks(None, dtype)
-    policy = empty_model(config, model, dtype, layers)
+def _simulate(policy: nn.Module, pack: Pack, mask: PackedMask, checkpointing: bool) -> tuple[int, int, list[int]]:
+    """Simulate the forward and backward pass of a model. Return both results of `activations`, and the bytes that each
+    layer except the last saves."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _on_cpu(policy)
         base = base_of(policy)
@@ -97,7 +89,6 @@ def _simulate(
         lean(base)
         if checkpointing:
             enable_gradient_checkpointing(policy)
-        policy.train(config.method.dropout)
         for module in policy.modules():
             if hasattr(module, "layerdrop"):  # older transformers' OPT samples a number per layer and reads it
                 module.training = False

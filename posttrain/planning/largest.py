@@ -6,7 +6,6 @@ the entire machine or kill the process. So on a CPU the peak of each size is mea
 size whose predicted peak is above the limit is not tried.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError, ModelError, is_out_of_memory
+from posttrain.base.log import log
 from posttrain.base.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import ModelConfig, RunConfig, dump
@@ -31,8 +31,6 @@ from posttrain.scoring import RewardScorer, Scorer
 from posttrain.training.job import Job, router_weight
 from posttrain.training.loop import epoch_order
 from posttrain.training.reference import frozen_model
-
-log = logging.getLogger("posttrain")
 
 CANDIDATES = 8  # number of steps, those with the most tokens, that are packed to find the fullest pack
 PRECISION = 16  # the result is accurate to a sixteenth of its size

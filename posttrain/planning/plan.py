@@ -1,6 +1,5 @@
 """The plan of a run: examples, tokens, packs, steps and memory. Loads the tokenizer and the data, but no weights."""
 
-import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import PosttrainError, RunError
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, held_out_together, learning_rate
 from posttrain.data import KINDS, Prepared, longest_sequence
@@ -30,8 +30,6 @@ from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import learning_rate_at, warmup_count
 from posttrain.training.state import total_steps
-
-log = logging.getLogger("posttrain")
 
 SAMPLED_STEPS = 50  # number of steps that the plan averages over
 

@@ -20,8 +20,7 @@ from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
 from posttrain.base.errors import RewardError
-
-log = logging.getLogger("posttrain")
+from posttrain.base.log import log
 
 MOST_LATE = 4  # maximum number of a function's calls that run beyond their deadline
 GRACE_S = 0.25  # time for a cancelled async function to end

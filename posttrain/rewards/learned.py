@@ -1,12 +1,12 @@
 """A trained reward model as a reward: the model's score of a prompt with its completion."""
 
-import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import compress
 
 from posttrain.base.errors import ModelError, RewardError
+from posttrain.base.log import log
 from posttrain.base.pieces import Pieces
 from posttrain.batch import Example, Node
 from posttrain.config import DevicesConfig, ModelConfig
@@ -16,8 +16,6 @@ from posttrain.data.tokenise import Ids, Tokeniser, Trained
 from posttrain.models.devices import compute_dtype, device_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
 from posttrain.scoring import RewardScorer, of_sequences
-
-log = logging.getLogger("posttrain")
 
 TOKENS_PER_PACK = 8192
 

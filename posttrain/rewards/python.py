@@ -8,7 +8,6 @@ model's. It may be async, have a deadline, and be retried if it fails.
 import asyncio
 import inspect
 import json
-import logging
 import math
 import os
 import time
@@ -19,11 +18,10 @@ from typing import Any
 
 from posttrain.base.errors import PosttrainError, RewardError
 from posttrain.base.functions import find_function
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.rewards.calls import Caller, ChangedError, OverdueError, folder_of_process, output_logged, unchanged
 from posttrain.rewards.parts import TrainerState
-
-log = logging.getLogger("posttrain")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # pause before the first retry, doubled for each further retry; longest pause
 MEASURED = ("mean", "std", "timeout", "not_applicable")  # metrics of a function's rewards

@@ -7,7 +7,6 @@ Everything is read from the run folders. Every evaluation of a run samples the c
 with the same random numbers, so two runs, or the start and the end of one run, can be compared prompt by prompt.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from posttrain.base.console import PlainConsole, cells_of, numbers_table
 from posttrain.base.errors import ConfigError, DataError, RunError
+from posttrain.base.log import log
 from posttrain.config import Stage, load
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare, verdict
@@ -36,8 +36,6 @@ from posttrain.runs.progress import duration
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
 from posttrain.training.job import data_of
-
-log = logging.getLogger("posttrain")
 
 
 def methods_as_stages(

@@ -1,6 +1,5 @@
 """One run: one model, one method, one folder, from the start or from a checkpoint."""
 
-import logging
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from posttrain.base.errors import DamagedError, RankError, RunError, Stopped, reason_of
+from posttrain.base.log import log
 from posttrain.base.memory import peak_memory, release_memory
 from posttrain.base.signals import handling, leave
 from posttrain.base.terminal import say
@@ -37,8 +37,6 @@ from posttrain.runs.tracking import Tracking
 from posttrain.training.best import Watch
 from posttrain.training.loop import Loop
 from posttrain.training.state import problems_of, refuse_changes, refuse_fewer_steps, report_lost
-
-log = logging.getLogger("posttrain")
 
 # The first rank's message to the others: the settings, the folder and the checkpoint of a run that they train too.
 Order = tuple[RunConfig, Path, Path | None]

@@ -7,7 +7,6 @@ an adapter there is merged if the stage needs a full model.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
+from posttrain.base.log import log
 from posttrain.config import RunConfig, Stage, check_skip, dump, held_out_together, load
 from posttrain.config.schema.rewards import ModelReward, Reward
 from posttrain.reports.report import write_pipeline_report
@@ -32,8 +32,6 @@ from posttrain.runs.progress import duration
 from posttrain.runs.provenance import redact_yaml
 from posttrain.runs.summary import read_run
 from posttrain.training.state import as_trained, refuse_changes
-
-log = logging.getLogger("posttrain")
 
 FINISHED, EARLIER, SKIPPED = "finished", "finished before", "skipped"
 FAILED, NOT_RUN, STOPPED = "failed", "not run", "stopped"

@@ -1,6 +1,5 @@
 """Runs the trials of a sweep one after another, each in its own run folder, and shows their results."""
 
-import logging
 import math
 import shutil
 import statistics
@@ -13,6 +12,7 @@ from rich.table import Table
 from posttrain import runner
 from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.errors import PosttrainError, RunError, is_out_of_memory, message_of
+from posttrain.base.log import log
 from posttrain.base.redaction import redact
 from posttrain.base.words import counted
 from posttrain.config import RunConfig
@@ -25,15 +25,14 @@ from posttrain.runner import trials
 from posttrain.runner.pipeline import is_as_long
 from posttrain.runner.trials import Sweep, Trial
 from posttrain.runs.files import load_json, make_folder
-from posttrain.runs.folder import LOCK, FolderLock
+from posttrain.runs.finding import held
+from posttrain.runs.folder import LOCK
 from posttrain.runs.managing.removing import delete
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.summary import read_run
 from posttrain.training.state import as_started, refuse_changes
-
-log = logging.getLogger("posttrain")
 
 ALIKE = 2  # a sweep ends if this many first trials all fail for the same reason
 COMPARISON = "comparison"  # folder of the trials' comparison, item by item
@@ -149,8 +148,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
     if (root / "run.json").is_file():
         raise RunError(f"{root} is a run, not a sweep: choose another name")
     make_folder(root)
-    lock = FolderLock(root)
-    try:
+    with held([root]):
         if (root / trials.NAME).is_file():
             if overwrite:  # deletes the trials, then the sweep's own files
                 for trial in trials.read_sweep(root).trials:
@@ -167,8 +165,6 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
         elif any(path.name != LOCK for path in root.iterdir()):
             raise RunError(f"{root} is not empty and has no {trials.NAME}: choose another name")
         yield
-    finally:
-        lock.release()
 
 
 def _report(sweep: Sweep) -> None:

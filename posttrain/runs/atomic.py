@@ -37,10 +37,11 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         put_folder(target, write)
 
 
-def remove_folder(folder: Path) -> None:
-    """Delete a folder; even a crash leaves no incomplete one in its place. Raises RunError if the system refuses."""
-    with refusing(f"cannot delete {folder}"):
-        take_away(folder)
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder, of which even a crash leaves no part in its place. Raises RunError if the
+    system refuses."""
+    with refusing(f"cannot delete {path}"):
+        take_away(path)
 
 
 def recover(folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import RunError
-from posttrain.runs.atomic import remove_folder, write_file, write_folder
+from posttrain.runs.atomic import remove, write_file, write_folder
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
@@ -37,7 +37,7 @@ def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], lim
         existing = list_checkpoints(run_dir)
         removable = [path for path in existing[:-1] if path != target]
         for path in removable[: max(len(existing) - limit, 0)]:
-            remove_folder(path)
+            remove(path)
     return target
 
 
@@ -160,7 +160,7 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
         if _made_at(path) > step:
             aside = path.with_name(f"{path.name}.set-aside")
             if aside.exists():
-                remove_folder(aside)
+                remove(aside)
             moved.append(path.rename(aside))
     return moved
 

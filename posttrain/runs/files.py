@@ -106,6 +106,12 @@ def check_database(path: Path) -> None:
             raise RunError(f"{file} cannot be read: it is a link, a pipe or a device, not a file")
 
 
+def storable(value: Any) -> Any:
+    """A value as SQLite takes it: a mapping as JSON; lone surrogates, which UTF-8 cannot encode, as escapes."""
+    value = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, Mapping) else value
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
 def load_json(path: Path, links: bool = False) -> Any:
     """Read a JSON file. Raises RunError if it is missing or damaged, or is a link and `links` is not set."""
     try:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import platform
 import re
-import shutil
 import signal
 import stat
 import time
@@ -19,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.base.errors import RunError
-from posttrain.base.files import LEFTOVER
+from posttrain.base.files import LEFTOVER, take_away
+from posttrain.base.log import log
 from posttrain.base.system import BINARY, IS_LINUX, NOFOLLOW, NONBLOCK, fcntl
 from posttrain.base.terminal import escaped
-from posttrain.runs.atomic import writing
+from posttrain.runs.atomic import refusing, writing
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.files import load_json, read_regular, save_json
 from posttrain.runs.metrics import last_metrics
@@ -37,7 +36,6 @@ UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network fil
 NOTES = "notes.json"  # the tags and the note that a user gives a run; runs never read it
 TAG = re.compile(r"[\w.+:/-]{1,40}")
 LONGEST_NOTE = 20_000  # maximum characters
-log = logging.getLogger("posttrain")
 FORMAT = 1  # version of run.json and of notes.json
 # The entries of run.json and their types.
 FACTS = {
@@ -119,7 +117,7 @@ def interrupt(folder: Path) -> None:
     path = folder / LOCK
     if is_locked(folder) is False:
         raise RunError(f"no process runs in {folder}")
-    try:
+    with refusing(f"the process in {folder} cannot be stopped"):
         holder = read_regular(path).decode(errors="replace")
         if (match := re.fullmatch(r"process (\d{1,9}) on (.*)", holder)) is None:
             raise RunError(f"{path} does not name the process that runs in {folder}")
@@ -140,8 +138,6 @@ def interrupt(folder: Path) -> None:
             signal.pidfd_send_signal(handle, signal.SIGINT)
         finally:
             os.close(handle)
-    except OSError as error:
-        raise RunError(f"the process in {folder} cannot be stopped: {error.strerror}") from error
 
 
 def check_run_folder(folder: Path) -> None:
@@ -259,10 +255,7 @@ def empty(folder: Path, keep: Collection[str] = ()) -> None:
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
         for path in (path for path in entries if path.name not in (LOCK, *keep)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            take_away(path)
     except OSError as error:
         raise RunError(f"cannot empty {folder}: {error}") from error
 

@@ -19,6 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from posttrain.base.errors import ModelError, RunError
 from posttrain.config import DataConfig, ModelConfig, RunConfig, load
+from posttrain.config.reading.layers import Layers
 from posttrain.models.adapters import base_settings
 from posttrain.models.load import load_config
 from posttrain.runs.checkpoint import MANIFEST, file_hashes
@@ -110,19 +111,16 @@ def _provenance(folder: Path) -> dict[str, Any]:
 def located(config: RunConfig, folder: Path) -> RunConfig:
     """The settings of the run in `folder`, with the current paths of its models inside the whole run; a path that
     differs from the recorded one and exists is kept."""
-    values, models, changed = config.model_dump(mode="json"), models_of(config), False
+    layers, models, changed = Layers(config.model_dump(mode="json")), models_of(config), False
     for setting, facts in recorded(folder).items():
         if setting not in models or "from_here" not in facts:
             continue
         path, current = models[setting].path, Path(os.path.normpath(folder / facts["from_here"]))
         moved = not (Path(path).is_dir() and Path(path).resolve() == current.resolve())
         if moved and current.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
-            node: Any = values
-            *parents, last = setting.split(".")
-            for key in parents:
-                node = node[int(key)] if key.isdecimal() else node[key]
-            node[last], changed = str(current), True
-    return RunConfig.model_validate(values) if changed else config
+            layers.put(setting.split("."), str(current), "run.json")
+            changed = True
+    return RunConfig.model_validate(layers.values) if changed else config
 
 
 def run_settings(folder: Path, file: Path | None = None, imports: bool = False) -> RunConfig:

@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
+from posttrain.base.log import log
 from posttrain.base.terminal import harmless, say
 from posttrain.runs.atomic import LineFile, writing
 
-LOGGER = "posttrain"
 QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console has a progress bar
 
 
@@ -32,7 +32,7 @@ class RunLog(logging.Handler):
             say(f"{self.path} is no longer written: {error.strerror}", error=True)
 
     def close(self) -> None:
-        logging.getLogger(LOGGER).removeHandler(self)
+        log.removeHandler(self)
         self._file.close()
         super().close()
 
@@ -48,9 +48,9 @@ class ConsoleLog(logging.Handler):
     def __init__(self, debug: bool = False):
         super().__init__(logging.DEBUG if debug else logging.INFO)
         self._debug = debug
-        self._propagated = logging.getLogger(LOGGER).propagate
+        self._propagated = log.propagate
         attach(self)
-        logging.getLogger(LOGGER).propagate = False
+        log.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == QUIET_LOGGER:
@@ -62,14 +62,13 @@ class ConsoleLog(logging.Handler):
         say(text, error=True)
 
     def close(self) -> None:
-        logging.getLogger(LOGGER).removeHandler(self)
-        logging.getLogger(LOGGER).propagate = self._propagated
+        log.removeHandler(self)
+        log.propagate = self._propagated
         super().close()
 
 
 def attach(handler: logging.Handler) -> None:
     """Add a handler to the logger `posttrain`, and lower the logger's level to the handler's if it is higher."""
-    logger = logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    if logger.level == logging.NOTSET or logger.level > handler.level:
-        logger.setLevel(handler.level)
+    log.addHandler(handler)
+    if log.level == logging.NOTSET or log.level > handler.level:
+        log.setLevel(handler.level)

@@ -5,7 +5,6 @@ Also the main metrics of each method, which lists, reports and tables show first
 
 import functools
 import json
-import logging
 import math
 import os
 import sys
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import RunError
+from posttrain.base.log import log
 from posttrain.runs.atomic import LineFile, refusing, write_file, writing
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 NAME = "metrics.jsonl"
 TAIL = 1 << 16  # bytes read from the end of the file to find the last lines
 LARGEST_STEP = 1 << 53
-log = logging.getLogger("posttrain")
 
 
 class MetricsFile:
@@ -102,15 +101,14 @@ def latest_metrics(folder: Path) -> dict[str, Any]:
 
 def _tail(folder: Path) -> list[bytes]:
     path = folder / NAME
-    try:
-        with open_regular(path) as file:
-            skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
-            file.seek(skipped)
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:  # also of a run that is deleted meanwhile
-        return []
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    with refusing(f"cannot read {path}"):
+        try:
+            with open_regular(path) as file:
+                skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
+                file.seek(skipped)
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:  # also of a run that is deleted meanwhile
+            return []
     return lines[1:] if skipped and len(lines) > 1 else lines  # the first line may be cut
 
 

@@ -10,8 +10,6 @@ number per token. A token that the model did not sample, such as a tool's output
 NaN, its flags 0.
 """
 
-import json
-import logging
 import queue
 import sqlite3
 import threading
@@ -24,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.base.errors import RunError
-from posttrain.runs.files import check_database
-
-log = logging.getLogger("posttrain")
+from posttrain.base.log import log
+from posttrain.runs.files import check_database, storable
 
 NAME = "rollouts.sqlite"
 SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
@@ -232,16 +229,9 @@ def _insert(connection: sqlite3.Connection, write: _Write) -> None:
 
 def _put(connection: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> None:
     """Insert a row. Its columns are given by name, because files from earlier versions have another order."""
-
-    def stored(name: str, value: Any) -> Any:
-        if name in ARRAYS:
-            return None if value is None else np.asarray(value).astype(TOKENS.get(name, "<f4")).tobytes()
-        if isinstance(value, Mapping):
-            value = json.dumps(value, ensure_ascii=False, default=str)
-        # Lone surrogates, which SQLite refuses, become escapes.
-        return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-    values = [stored(name, value) for name, value in row.items()]
+    arrays = {name: np.asarray(row[name]) for name in ARRAYS if row.get(name) is not None}
+    row = {**row, **{name: values.astype(TOKENS.get(name, "<f4")).tobytes() for name, values in arrays.items()}}
+    values = [*map(storable, row.values())]
     connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", values)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
 from posttrain.base.files import settle
+from posttrain.base.log import log
 from posttrain.base.redaction import redact
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
@@ -31,7 +32,6 @@ from posttrain.runs.provenance import environment, now, redact_yaml
 
 LOGS = "logs"  # folder for the output of the ranks after the first
 State = Literal["running", "finished", "interrupted", "failed"]
-log = logging.getLogger("posttrain")
 
 
 class Run(AbstractContextManager["Run"]):

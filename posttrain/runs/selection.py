@@ -17,6 +17,7 @@ from posttrain.runs.stored_rollouts import StoredRun
 Target = Literal["sft", "pairs", "kto"]
 TARGETS = get_args(Target)
 Row = dict[str, Any]
+Member = tuple[float, Any]  # a completion with its reward
 
 
 def select(
@@ -43,9 +44,9 @@ def select(
 
 def _by_prompt(
     stored: StoredRun, steps: Sequence[int], counts: Counter[str]
-) -> Iterator[tuple[Any, Any, list[tuple[float, Any]]]]:
+) -> Iterator[tuple[Any, Any, list[Member]]]:
     """Each prompt with its tools and its completions with their rewards, most rewarded first."""
-    groups: dict[str, tuple[Any, Any, dict[str, tuple[float, Any]]]] = {}
+    groups: dict[str, tuple[Any, Any, dict[str, Member]]] = {}
     for step in steps:
         prompts = {row["prompt_index"]: row for row in stored.prompts(step)}
         for row in stored.rollouts(step):
@@ -69,12 +70,7 @@ def _by_prompt(
 
 
 def _rows(
-    to: Target,
-    prompt: Any,
-    completions: Sequence[tuple[float, Any]],
-    best: int,
-    above: float | None,
-    counts: Counter[str],
+    to: Target, prompt: Any, completions: Sequence[Member], best: int, above: float | None, counts: Counter[str]
 ) -> Iterator[Row]:
     chat = not isinstance(prompt, str) or any(not isinstance(done, str) for _, done in completions)
     asked = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import logging
 import netrc
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
-from posttrain.base.imports import need
-from posttrain.base.redaction import redact, redacted_command
+from posttrain.base.imports import need, replaced
+from posttrain.base.log import log
+from posttrain.base.redaction import redact, redact_arguments
 from posttrain.config.schema.run import RunConfig
 from posttrain.config.schema.training import TrackingConfig
+from posttrain.runs.atomic import refusing
 from posttrain.runs.run import Run
 from posttrain.runs.summary import read_run
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-log = logging.getLogger("posttrain")
 
 EXTRA = "track"
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -85,7 +85,7 @@ class Tracking(contextlib.AbstractContextManager["Tracking"]):
         self._open: dict[str, Tracker] = {}
         try:
             for name in config.tracking.report_to:
-                with redacted_command():  # wandb saves the command line
+                with replaced(sys, "argv", redact_arguments(sys.argv)):  # wandb saves the command line
                     self._open[name] = OPENERS[name](config, run)
         except BaseException:
             self._close(failed=True)
@@ -166,10 +166,8 @@ class TensorBoard(Tracker):
 
     def __init__(self, config: RunConfig, run: Run):
         super().__init__(config, run)
-        try:
+        with refusing(f"tensorboard cannot write to {self.folder}"):
             self._writer = self._file()
-        except OSError as error:
-            raise RunError(f"tensorboard cannot write to {self.folder}: {error.strerror or error}") from error
         self._writer.add_text("config", f"```yaml\n{run.config_yaml}```")
         log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", self.folder, self.folder)
 

@@ -11,7 +11,6 @@ with other spaces.
 """
 
 import json
-import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.base.errors import DataError, PosttrainError, RunError
+from posttrain.base.log import log
 from posttrain.data.codec import Codec
 from posttrain.data.render import Message
 from posttrain.engines import Completion
@@ -41,7 +41,6 @@ MOST_OPEN = 4096  # episodes without a reward
 TITLE = "agent"  # names the reward that a client gives
 Keys = tuple[str, ...]  # messages as they are compared
 Kind = tuple[str, ...]  # the policy's name, and what else a conversation cannot change: tools, template variables
-log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

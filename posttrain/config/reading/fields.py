@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from posttrain.base.words import by_key
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.run import RunConfig
@@ -66,12 +67,7 @@ def all_settings() -> list[Setting]:
 @cache
 def known_paths() -> dict[str, list[str]]:
     """Last part of a path -> the dotted paths of all settings that end in it."""
-    paths_of: dict[str, list[str]] = {}
-    for setting in all_settings():
-        paths = paths_of.setdefault(setting.path.rsplit(".", 1)[-1], [])
-        if setting.path not in paths:
-            paths.append(setting.path)
-    return paths_of
+    return by_key((path.rpartition(".")[2], path) for path in dict.fromkeys(each.path for each in all_settings()))
 
 
 def settings_in(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:

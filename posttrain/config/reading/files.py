@@ -133,8 +133,10 @@ def parse_settings(text: str, name: str, is_json: bool = False) -> Tree:
     """Read settings from the text of a YAML or JSON file. Raises ConfigError as `read_settings` does."""
     tree = _read_json(text, name) if is_json else _Reader(name).read(text)
     if not isinstance(tree.values, dict):
+        kind = type(tree.values)
+        found = {list: "list", str: "string", type(None): "null value"}.get(kind, kind.__name__)
         what = "must be a mapping of settings; a file of rows is given with --data"
-        raise ConfigError(f"{name} contains a {_kind(tree.values)}, but {what}")
+        raise ConfigError(f"{name} contains a {found}, but {what}")
     return tree
 
 
@@ -260,10 +262,6 @@ def _scalar(text: str, kind: str) -> Any:
     if kind == "float":
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     return text
-
-
-def _kind(value: Any) -> str:
-    return {list: "list", str: "string", type(None): "null value"}.get(type(value), type(value).__name__)
 
 
 def _short(tag: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.files import MOST_DEPTH, path_of
+from posttrain.base.words import by_key
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
 from posttrain.config.reading.fields import all_settings
 from posttrain.config.reading.files import Tree, read_settings, value_at, write_yaml
@@ -148,7 +149,7 @@ def _load_stages(
     where: dict[str, str] = {}
     configs: dict[str, RunConfig] = {}
     notes, unread = list(common.notes), list[str]()
-    replaced, wrong = dict[str, list[str]](), dict[str, list[str]]()
+    replaced, wrong = list[tuple[str, str]](), list[tuple[str, str]]()  # lines, each with its stage
     merged = {name: common.copy() for name in trees}
     for name, own in trees.items():
         sources[name], where[name] = take_init_from(own)
@@ -164,19 +165,19 @@ def _load_stages(
             [each for each in some if each not in everywhere or name in (reads[each[0]] or trees)]
             for some, everywhere in ((own_assignments[name], assignments), (own_flags[name], from_flags))
         )
-        for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own):
-            replaced.setdefault(line, []).append(name)
+        replaced += [(line, name) for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own)]
         notes += [note for note in layers.notes if note not in notes]
         values = interpolate(layers.values, layers.origins)
         try:
             configs[name] = RunConfig.model_validate(values)
         except ValidationError as error:
-            for line in explain(error, values, layers.origins):
-                wrong.setdefault(line, []).append(name)
+            wrong += [(line, name) for line in explain(error, values, layers.origins)]
         else:
             unread += [f"stage {name}: {line}" if name else line for line in configs[name].unread()]
     if wrong:
-        raise _refusal(_with_stages(wrong, trees))
+        lines = _with_stages(wrong, trees)
+        all_of_them = f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(lines[0] if len(lines) == 1 else all_of_them)
     notes = [*notes, *_with_stages(replaced, trees), *unread]
     return Loaded(arranged(configs, sources, where), list(dict.fromkeys(notes)))
 
@@ -196,9 +197,10 @@ def _reads(layers: Layers, given: Sequence[Assignment], path: str) -> bool:
     return (PPO_NAMES.get(name, name) if known.name() == "ppo" else name) in known.model_fields
 
 
-def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
-    """Prefix each line with the stages that it is about, unless it is about all stages."""
-    return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in lines.items()]
+def _with_stages(lines: Sequence[tuple[str, str]], stages: Sized) -> list[str]:
+    """Each line once, with the stages that it is about as a prefix, unless it is about all stages."""
+    about = by_key(lines)
+    return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in about.items()]
 
 
 def _by_stage(assignments: list[Assignment], stages: Mapping[str, list[Tree]]) -> dict[str, list[Assignment]]:
@@ -224,12 +226,6 @@ def _by_stage(assignments: list[Assignment], stages: Mapping[str, list[Tree]]) -
         else:
             by_stage[name].append((".".join(own), value, where))
     return by_stage
-
-
-def _refusal(lines: list[str]) -> ConfigError:
-    if len(lines) == 1:
-        return ConfigError(lines[0])
-    return ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def dump(config: RunConfig | Sequence[Stage]) -> str:

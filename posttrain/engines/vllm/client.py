@@ -10,24 +10,27 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError, EngineError, EngineLostError
 from posttrain.base.imports import need
+from posttrain.base.signals import in_thread
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import VERSIONS, RawCompletion
 from posttrain.engines.vllm.wire import Named, Sender
 
+T = TypeVar("T")
 PROGRAM = ["-m", "posttrain.engines.vllm.server"]
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
 POLL_S = 0.5  # seconds between two checks whether a server has come back
@@ -278,30 +281,17 @@ class Server:
             connection.close()
 
 
-def side_by_side(servers: Sequence[Server], work: Callable[[Server], None]) -> None:
-    """Run `work` for every server: each in its own thread, or, for a single server, in this thread. Raises the first
-    error after all threads have ended. If this thread is interrupted, requests in flight are aborted."""
+def side_by_side(servers: Iterable[Server], work: Callable[[Server], T]) -> list[T]:
+    """The results of `work` for every server: each in its own thread, or, for a single server, in this thread. Raises
+    the first error after all threads have ended. If this thread is interrupted, requests in flight are aborted."""
+    servers = [*servers]
     if len(servers) <= 1:
-        for server in servers:
-            work(server)
-        return
-    errors: list[BaseException] = []
-
-    def guarded(server: Server) -> None:
-        try:
-            work(server)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=[server], daemon=True) for server in servers]
-    for thread in threads:
-        thread.start()
+        return [*map(work, servers)]
+    working = [in_thread(partial(work, server)) for server in servers]
     try:
-        for thread in threads:
-            thread.join()
+        wait(working)
     except BaseException:
         for server in servers:
             server.interrupt()
         raise
-    if errors:
-        raise errors[0]
+    return [done.result() for done in working]

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
 from posttrain.base.imports import installing, need
 from posttrain.base.words import first_line
+from posttrain.engines.cache import head_size, numbers_per_token
 from posttrain.engines.protocol import Request, Sampling, StopTexts
 from posttrain.models.families import positions_of
 
@@ -120,35 +121,33 @@ class Core:
 
     def load(self, mark: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load all weights. Raises ModelError for unknown or missing names."""
-        with self._lock:
-            self._load(mark, weights)
-
-    def _load(self, mark: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         reload = import_module("vllm.model_executor.model_loader.reload")
         current = import_module("vllm.config").set_current_vllm_config
-
-        self.mark = ""  # nothing is served until all weights are loaded
-        model, config = self.model, self.engine.vllm_config
-        wanted = {name for name, _ in model.named_parameters()}
-        with torch.no_grad(), current(config), torch.device(config.device_config.device):
-            reload.initialize_layerwise_reload(model)
-            try:
-                loaded = set(model.load_weights(iter(weights)))  # pyright: ignore[reportCallIssue]
-            except (KeyError, ValueError, AttributeError, RuntimeError) as error:
-                if is_out_of_memory(error):
-                    raise
-                raise ModelError(f"vLLM rejects these weights: {first_line(error)}") from error
-            reload.finalize_layerwise_reload(model, config.model_config)
-            _repack_tied_head(model)
-        missing = wanted - loaded
-        if missing:
-            raise ModelError(
-                f"vLLM was not given all weights of its model: {', '.join(sorted(missing)[:3])} are missing"
-            )
-        if not self.engine.reset_prefix_cache():
-            raise VitalSignError("vLLM still has keys and values of the old weights: its prefix cache was not reset")
-        self.engine.set_weight_version(mark)
-        self.mark = mark
+        with self._lock:
+            self.mark = ""  # nothing is served until all weights are loaded
+            model, config = self.model, self.engine.vllm_config
+            wanted = {name for name, _ in model.named_parameters()}
+            with torch.no_grad(), current(config), torch.device(config.device_config.device):
+                reload.initialize_layerwise_reload(model)
+                try:
+                    loaded = set(model.load_weights(iter(weights)))  # pyright: ignore[reportCallIssue]
+                except (KeyError, ValueError, AttributeError, RuntimeError) as error:
+                    if is_out_of_memory(error):
+                        raise
+                    raise ModelError(f"vLLM rejects these weights: {first_line(error)}") from error
+                reload.finalize_layerwise_reload(model, config.model_config)
+                _repack_tied_head(model)
+            missing = wanted - loaded
+            if missing:
+                raise ModelError(
+                    f"vLLM was not given all weights of its model: {', '.join(sorted(missing)[:3])} are missing"
+                )
+            if not self.engine.reset_prefix_cache():
+                raise VitalSignError(
+                    "vLLM still has keys and values of the old weights: its prefix cache was not reset"
+                )
+            self.engine.set_weight_version(mark)
+            self.mark = mark
 
     def generate(
         self, mark: str, requests: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
@@ -194,7 +193,12 @@ class Core:
     def _begin(
         self, mark: str, requests: Sequence[Request], sampling: Sampling, streamed: bool
     ) -> tuple[int, dict[str, tuple[int, int]]]:
-        """Begin a call. Return its number, and its requests as `_submit` returns them."""
+        """Submit one vLLM request per completion. Return the call's number, and (prompt index, completion number) by
+        vLLM's request name."""
+        params_of = import_module("vllm.sampling_params")
+        kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
+        common = replace(sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=())
+        waiting = {}
         with self._lock:
             if not mark or mark != self.mark:
                 raise VitalSignError(
@@ -202,7 +206,22 @@ class Core:
                 )
             self._calls += 1
             self._outputs[self._calls] = []
-            return self._calls, self._submit(self._calls, requests, sampling, streamed)
+            for index, request in enumerate(requests):
+                for number, limit in enumerate(request.limits):
+                    params = params_of.SamplingParams(
+                        temperature=0.0,
+                        max_tokens=limit,
+                        ignore_eos=True,  # only the given stop tokens count
+                        stop_token_ids=[token for token in sampling.stop_token_ids if token < self.vocabulary],
+                        logprobs=0,
+                        detokenize=False,
+                        output_kind=kind,
+                        extra_args={ARGUMENT: (common, request.seed & (1 << 64) - 1, number)},
+                    )
+                    name = f"{self._calls}-{index}-{number}"
+                    self.engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
+                    waiting[name] = (index, number)
+            return self._calls, waiting
 
     def _step(self, call: int) -> list[Any]:
         """Return outputs of the call's requests, from other calls' steps or otherwise from a new step. Return nothing
@@ -221,31 +240,6 @@ class Core:
     def _abort(self, names: list[str]) -> None:
         with self._lock:
             self.engine.abort_request(names)
-
-    def _submit(
-        self, call: int, requests: Sequence[Request], sampling: Sampling, streamed: bool
-    ) -> dict[str, tuple[int, int]]:
-        """Submit one vLLM request per completion. Return (prompt index, completion number) by vLLM's request name."""
-        params_of = import_module("vllm.sampling_params")
-        kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
-        common = replace(sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=())
-        waiting = {}
-        for index, request in enumerate(requests):
-            for number, limit in enumerate(request.limits):
-                params = params_of.SamplingParams(
-                    temperature=0.0,
-                    max_tokens=limit,
-                    ignore_eos=True,  # only the given stop tokens count
-                    stop_token_ids=[token for token in sampling.stop_token_ids if token < self.vocabulary],
-                    logprobs=0,
-                    detokenize=False,
-                    output_kind=kind,
-                    extra_args={ARGUMENT: (common, request.seed & (1 << 64) - 1, number)},
-                )
-                name = f"{call}-{index}-{number}"
-                self.engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
-                waiting[name] = (index, number)
-        return waiting
 
     def _check_versions(self, spans: Sequence[Any] | None) -> None:
         served = {span.version for span in spans or ()}
@@ -275,9 +269,9 @@ def _check_model(vllm: ModuleType, config: PreTrainedConfig, architecture: str, 
         )
     if platform.is_cpu():
         sizes = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend.get_supported_head_sizes()
-        if _head_size(config) not in sizes:
+        if head_size(config) not in sizes:
             raise ModelError(
-                f"vLLM cannot run this {kind}: its heads have {_head_size(config)} dimensions, but on a CPU vLLM "
+                f"vLLM cannot run this {kind}: its heads have {head_size(config)} dimensions, but on a CPU vLLM "
                 f"supports {', '.join(map(str, sizes))}: set rollout.engine: embedded or transformers"
             )
 
@@ -291,8 +285,7 @@ def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[
     """Return the arguments of vLLM's engine that depend on memory."""
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: as many tokens as fit
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
+    token_bytes = numbers_per_token(config) * dtype.itemsize
     longest = min((positions_of(config) or CACHE_BYTES) + 1, CACHE_BYTES // token_bytes - 2 * CPU_BLOCK)
     return {
         "kv_cache_memory_bytes": min(CACHE_BYTES, MAX_ROWS * (longest + 2 * CPU_BLOCK) * token_bytes),
@@ -300,10 +293,6 @@ def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[
         "block_size": CPU_BLOCK,
         "enforce_eager": True,  # compiling takes longer than a short run, and would copy the weights
     }
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _repack_tied_head(model: nn.Module) -> None:

@@ -10,7 +10,6 @@ weights before the missing completions are requested again.
 
 import copy
 import json
-import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, EngineError, EngineLostError, ModelError, VitalSignError
+from posttrain.base.log import log
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
@@ -48,8 +48,6 @@ from posttrain.models.sharding import architecture_of, whole
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.files import bits
 from posttrain.scoring import Scorer
-
-log = logging.getLogger("posttrain")
 
 # Identifies a server: the first rank of its machine (0 if its address is configured), and its number on that machine.
 Key = tuple[int, int]
@@ -130,7 +128,10 @@ class VllmEngine(Engine):
 
         def sample(batch: Sequence[Request]) -> list[list[Completion]]:
             sampled = _finite(self.host.generate(self._mark, batch, sampling))
-            return [[_completion(raw, self.version) for raw in group] for group in sampled]
+            return [
+                [Completion(r.tokens, r.logprobs, "stop" if r.stopped else "length", self.version) for r in group]
+                for group in sampled
+            ]
 
         return in_batches(batches, sample, finished)
 
@@ -169,10 +170,6 @@ class VllmEngine(Engine):
                 f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale "
                 "weights, or computes this model differently: set rollout.engine: embedded, and report this model"
             )
-
-
-def _completion(raw: RawCompletion, version: int) -> Completion:
-    return Completion(raw.tokens, raw.logprobs, "stop" if raw.stopped else "length", version)
 
 
 def _finite(sampled: list[list[RawCompletion]]) -> list[list[RawCompletion]]:
@@ -242,7 +239,7 @@ class Servers:
         self._weights: Weights = tuple  # the weights of the last `load`; `_prove` checks each push
         self._prove: Prove = lambda generate: None
         try:
-            self._exchange(lambda: side_by_side([*self._owned.values()], lambda server: server.start(model)))
+            self._exchange(lambda: side_by_side(self._owned.values(), lambda server: server.start(model)))
         except BaseException:
             self.close()
             raise
@@ -252,48 +249,43 @@ class Servers:
     def load(self, mark: str, weights: Weights, prove: Prove) -> None:
         """Push the weights once to every server, and check each server with `prove`."""
         self._mark, self._weights, self._prove = mark, weights, prove
-        lost: dict[Key, str] = {}
-
-        def push(server: Server) -> None:
-            try:
-                self._push(server)
-            except EngineLostError as error:
-                lost[self._key(server)] = str(error)
-
-        def work() -> dict[Key, str]:
-            side_by_side([*self._owned.values()], push)
-            return lost
-
-        self._bring_back(self._ranks.together(work))
+        self._bring_back(self._ranks.together(lambda: self._lost_in(self._owned, self._push)))
 
     def generate(self, mark: str, requests: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         """Return the completions of this rank's requests."""
         keys = [*self._mine]
         groups: list[list[RawCompletion] | None] = [None] * len(requests)
 
-        def work() -> dict[Key, str]:
-            lost: dict[Key, str] = {}
+        def generate(server: Server) -> None:
+            key = self._key(server)
+            own = [i for i in range(len(requests)) if groups[i] is None and keys[i % len(keys)] == key]
+            if not own:
+                return
+            try:
+                completions = server.generate(mark, [requests[i] for i in own], sampling)
+            except EngineLostError as error:
+                number = sum(len(requests[i].limits) for i in own)
+                what = f"{error}; {number} completions of {len(own)} prompts were in flight"
+                raise EngineLostError(what) from error
+            for i, group in zip(own, completions, strict=True):
+                groups[i] = group
 
-            def generate(server: Server) -> None:
-                key = self._key(server)
-                own = [i for i in range(len(requests)) if groups[i] is None and keys[i % len(keys)] == key]
-                if not own:
-                    return
-                try:
-                    completions = server.generate(mark, [requests[i] for i in own], sampling)
-                except EngineLostError as error:
-                    number = sum(len(requests[i].limits) for i in own)
-                    lost[key] = f"{error}; {number} completions of {len(own)} prompts were in flight"
-                    return
-                for i, group in zip(own, completions, strict=True):
-                    groups[i] = group
-
-            side_by_side([*self._mine.values()], generate)
-            return lost
-
-        while self._bring_back(self._ranks.together(work)):
+        while self._bring_back(self._ranks.together(lambda: self._lost_in(self._mine, generate))):
             pass
         return [group for group in groups if group is not None]
+
+    def _lost_in(self, servers: Mapping[Key, Server], work: Callable[[Server], None]) -> dict[Key, str]:
+        """Do the work for every server. Return those that were lost meanwhile, with the reasons."""
+
+        def lost(server: Server) -> str | None:
+            try:
+                work(server)
+            except EngineLostError as error:
+                return str(error)
+            return None
+
+        reasons = side_by_side(servers.values(), lost)
+        return {key: reason for key, reason in zip(servers, reasons, strict=True) if reason is not None}
 
     def close(self) -> None:
         for server in self._mine.values():
@@ -306,7 +298,7 @@ class Servers:
         server.load(self._mark, self._weights)
         self._prove(partial(server.generate, self._mark))
 
-    def _exchange(self, work: Callable[[], None]) -> None:
+    def _exchange(self, work: Callable[[], object]) -> None:
         """Do the work of this rank as owner; then exchange the servers' addresses among all ranks."""
 
         def done() -> dict[Key, Address]:

@@ -10,7 +10,6 @@ import argparse
 import hmac
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -75,7 +75,7 @@ class Desk:
         """Check that NCCL is available, join the trainer, or receive weights from the trainer (wire.py)."""
         with self._changing:
             if body.get("check"):
-                self.receiver.check()
+                wire.nccl_library()
                 return {}
             if "join" in body:
                 self.receiver.join(body["join"])
@@ -206,12 +206,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+    server_bind = TCPServer.server_bind  # HTTPServer's also looks up the host's name
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # a client that left is not an error

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor
 from posttrain.base import errors
 from posttrain.base.errors import ConfigError, EngineError, PosttrainError
 from posttrain.base.imports import need
+from posttrain.base.signals import in_thread
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm.core import RawCompletion
 
@@ -102,7 +103,7 @@ def raise_failure(line: Mapping[str, Any], where: str) -> None:
         raise known(f"{where}: {line['error'].get('message')}")
 
 
-def _library() -> Any:
+def nccl_library() -> Any:
     """Return vLLM's binding of NCCL. Raises ConfigError without a GPU, vLLM, or NCCL."""
     if not torch.cuda.is_available():
         raise ConfigError("rollout.vllm.push: nccl needs a GPU here, but there is none: set push: http")
@@ -125,7 +126,7 @@ class Sender:
 
     def __init__(self, post: Post, where: str, timeout: float):
         self._post, self._where, self._timeout = post, where, timeout
-        library = _library()
+        library = nccl_library()
         post({"check": True})  # an error of the server is raised before anything waits for it
         unique_id = bytes(library.ncclGetUniqueId())
         with self._request({"join": base64.b64encode(unique_id).decode()}) as answer:
@@ -155,51 +156,43 @@ class Sender:
         return _Answer(lambda: self._post(body), self._where, self._timeout)
 
 
-class _Answer:
+class _Answer(AbstractContextManager["_Answer"]):
     """A request that another thread sends, while this thread takes part in the exchange that the request starts."""
 
     def __init__(self, send: Callable[[], dict[str, Any]], where: str, timeout: float):
-        self._send, self._where, self._timeout = send, where, timeout
-        self.value: dict[str, Any] = {}
-        self._failed: PosttrainError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._where, self._timeout = where, timeout
+        self._until = time.monotonic() + timeout
+        self._sent = in_thread(send)
 
-    def __enter__(self) -> _Answer:
-        self._until = time.monotonic() + self._timeout
-        self._thread.start()
-        return self
+    @property
+    def value(self) -> dict[str, Any]:
+        return self._sent.result()
 
     def __exit__(self, kind: object, *rest: object) -> None:
         if kind is None:
-            self.until(lambda: not self._thread.is_alive())
-            self._raise()
-
-    def _run(self) -> None:
-        try:
-            self.value = self._send()
-        except PosttrainError as error:
-            self._failed = error
+            self.until(self._sent.done)
+            self._sent.result()
 
     def while_waiting(self, work: Callable[[], Any]) -> Any:
         """Run `work`, which may block, in another thread, and return its result."""
-        results: list[Any] = []
         device = torch.cuda.current_device()
 
-        def run() -> None:
+        def run() -> Any:
             torch.cuda.set_device(device)
-            results.append(work())
+            return work()
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        self.until(lambda: not thread.is_alive())
-        if not results:
-            raise EngineError(f"this process cannot connect to {self._where} by NCCL: set rollout.vllm.push: http")
-        return results[0]
+        working = in_thread(run)
+        self.until(working.done)
+        if error := working.exception():
+            what = f"this process cannot connect to {self._where} by NCCL: set rollout.vllm.push: http"
+            raise EngineError(what) from error
+        return working.result()
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait until `holds()` is true. Raises the server's error, or EngineError after the deadline."""
         while not holds():
-            self._raise()
+            if self._sent.done():
+                self._sent.result()
             if time.monotonic() > self._until:
                 raise EngineError(
                     f"{self._where} did not answer by NCCL within {self._timeout:g} s (rollout.vllm.timeout): set "
@@ -207,19 +200,12 @@ class _Answer:
                 )
             time.sleep(CHECK_S)
 
-    def _raise(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-
 
 class Receiver:
     """The server's side of NCCL."""
 
     def __init__(self) -> None:
         self._group: Any = None
-
-    def check(self) -> None:
-        _library()
 
     def join(self, unique_id: str) -> None:
         self.close()

@@ -13,7 +13,7 @@ import numpy as np
 
 from posttrain.base.distributions import sign_test
 from posttrain.base.errors import RunError
-from posttrain.base.words import counted
+from posttrain.base.words import by_key, counted
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.sources import Side, settings_that_differ
 from posttrain.evaluation.records import Answer
@@ -175,11 +175,8 @@ def compare(sides: Sequence[Side], options: CompareOptions | None = None, suites
 
     Raises RunError if there is no such suite, or none on which two sides have a graded item in common."""
     options = options or CompareOptions()
-    having: dict[str, list[Side]] = {}
-    for side in sides:
-        for key in side.suites():
-            if side.metric(key) and (not suites or key.partition(" ")[0] in suites):
-                having.setdefault(key, []).append(side)
+    wanted = ((key, side) for side in sides for key in side.suites() if side.metric(key))
+    having = by_key((key, side) for key, side in wanted if not suites or key.partition(" ")[0] in suites)
     compared, left_out, problems = [], {}, []
     for key, some in having.items():
         if len(some) < len(sides):

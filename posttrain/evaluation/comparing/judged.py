@@ -101,17 +101,9 @@ def judged_table(judged: Sequence[Judged], percent: str) -> Table:
     shown = numbers_table("judged", "win rate", f"{percent} interval", "won/lost/tied", "p", "no verdict")
     for one in judged:
         facts = one.summary
-        counts = f"{facts.wins:,}/{facts.losses:,}/{facts.ties:,}"
-        rate = "-" if one.low is None else f"{facts.win_rate:.3f}"
-        p = p_text(one.p_adjusted)[2:].removeprefix("= ")
-        shown.add_row(
-            f"{one.suite}: {one.b} - {one.a}",
-            rate,
-            interval(one.low, one.high),
-            counts,
-            p,
-            f"{facts.without_verdict:,}",
-        )
+        cells = ["-" if one.low is None else f"{facts.win_rate:.3f}", interval(one.low, one.high)]
+        cells += [f"{facts.wins:,}/{facts.losses:,}/{facts.ties:,}", p_text(one.p_adjusted)[2:].removeprefix("= ")]
+        shown.add_row(f"{one.suite}: {one.b} - {one.a}", *cells, f"{facts.without_verdict:,}")
     return shown
 
 

@@ -20,6 +20,7 @@ from posttrain.runs.summary import RunSummary
 
 AT_STEP = re.compile(r"(?P<folder>.+)@(?P<step>\d+)")
 OWN = ("name", "output_dir", "seed")  # settings that may differ between runs of one method
+PROMPTS, GOLDS = ("prompt", "problem", "question", "instruction"), ("answer", "gold")  # columns
 REWARD = "reward on "  # before the name of a run's validation set
 
 
@@ -230,11 +231,11 @@ def _graded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     verdict = str(row.get("verdict") or ("ungraded" if score is None else "scored"))
     facts = {"score": score, "verdict": verdict, "extracted": None if extracted is None else _text(extracted)}
     facts |= {"completion": _text(row.get("completion", "")), "finish_reason": "stop" if "completion" in row else ""}
-    return [{"prompt": _prompt(row), "gold": _gold(row)} | facts]
+    return [_asked(row) | facts]
 
 
 def _generated(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    facts = {"prompt": _prompt(row), "gold": _gold(row), "verdict": "ungraded"}
+    facts = _asked(row) | {"verdict": "ungraded"}
     done = [one if isinstance(one, dict) else {"text": one} for one in row.get("completions") or []]
     return [
         facts | {"completion": _text(one.get("text", "")), "finish_reason": str(one.get("finish_reason") or "stop")}
@@ -242,12 +243,10 @@ def _generated(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     ] or [facts | {"completion": "", "finish_reason": ""}]
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
-    return next((_text(row[name]) for name in ("prompt", "problem", "question", "instruction") if name in row), "")
-
-
-def _gold(row: Mapping[str, Any]) -> str | None:
-    return next((_text(row[name]) for name in ("answer", "gold") if row.get(name) is not None), None)
+def _asked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt and the right answer of a row, from the first of their columns that it has."""
+    prompt, gold = ([_text(row[name]) for name in names if row.get(name) is not None] for names in (PROMPTS, GOLDS))
+    return {"prompt": prompt[0] if prompt else "", "gold": gold[0] if gold else None}
 
 
 def _number(value: Any) -> float | None:

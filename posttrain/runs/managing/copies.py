@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
-from posttrain.runs.atomic import remove_folder, write_folder, writing
+from posttrain.runs.atomic import remove, write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
 from posttrain.runs.files import is_regular, save_json
 from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
@@ -134,7 +134,7 @@ def problems_of(snapshot: Path) -> list[str]:
 def drop(snapshot: Path) -> None:
     if not (snapshot / COPY).is_dir():
         raise RunError(f"there is no snapshot {snapshot}")
-    remove_folder(snapshot)
+    remove(snapshot)
 
 
 def _copy(source: Path, target: Path) -> None:

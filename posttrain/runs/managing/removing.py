@@ -10,7 +10,7 @@ from pathlib import Path
 from posttrain.base.errors import RunError
 from posttrain.base.files import leftovers, settle
 from posttrain.base.words import counted, in_units
-from posttrain.runs.atomic import refusing, remove_folder
+from posttrain.runs.atomic import remove
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
 from posttrain.runs.finding import RUN_FILE, SNAPSHOTS, folders_of, held, is_garbage, is_group, root_of, size_of
 from posttrain.runs.folder import refuse_occupied
@@ -69,7 +69,7 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
     if runs == [target]:
         refuse_occupied(target, overwrite=True)  # it may contain other runs
     with held(runs):
-        remove_folder(target)
+        remove(target)
 
 
 def settle_runs(root: Path, targets: Iterable[Path] = ()) -> list[str]:
@@ -181,11 +181,7 @@ def prune(plan: Plan) -> int:
     with held([plan.run] if (plan.run / RUN_FILE).is_file() else []):
         existing = [item for item in plan.items if os.path.lexists(item.path)]
         for item in existing:
-            if _is_own_folder(item.path):
-                remove_folder(item.path)
-            else:
-                with refusing(f"cannot delete {item.path}"):
-                    item.path.unlink()
+            remove(item.path)
     return sum(item.size for item in existing)
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +13,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import DataTable, Footer, Input, Label, OptionList, Static
 
 from posttrain.base.errors import PosttrainError, RunError
@@ -34,6 +35,9 @@ STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "ki
 HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip()
 
 
+Result = TypeVar("Result")
+
+
 class TextScreen(ModalScreen[bool]):
     """A page of text or a table, closed by Escape, Enter, q or ?."""
 
@@ -50,20 +54,27 @@ class TextScreen(ModalScreen[bool]):
         yield Footer(compact=True)
 
 
-class InputScreen(ModalScreen[str | None]):
-    """A field for one line of text; Escape returns None."""
+class DialogScreen(ModalScreen[Result | None]):
+    """A question with a widget for the answer; Escape returns None."""
 
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel")]
 
-    def __init__(self, question: str, value: str = ""):
+    def __init__(self, question: str, widget: Widget):
         super().__init__()
-        self._question, self._value = question, value
+        self._question, self._widget = question, widget
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Label(Text(self._question))
-            yield Input(self._value, select_on_focus=False)
+            yield self._widget
         yield Footer(compact=True)
+
+
+class InputScreen(DialogScreen[str]):
+    """A field for one line of text."""
+
+    def __init__(self, question: str, value: str):
+        super().__init__(question, Input(value, select_on_focus=False))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value)
@@ -79,20 +90,13 @@ class ConfirmScreen(TextScreen, inherit_bindings=False):
         super().__init__(f"{question}\n\ny: yes     n: no")
 
 
-class ChoiceScreen(ModalScreen[int | None]):
-    """A list to choose from with the arrow keys and Enter: returns the index, or None for Escape and q."""
+class ChoiceScreen(DialogScreen[int]):
+    """A list to choose from with the arrow keys and Enter: returns the index, or None also for q."""
 
-    BINDINGS: ClassVar = [Binding("escape,q", "dismiss", "cancel")]
+    BINDINGS: ClassVar = [Binding("q", "dismiss", "cancel", show=False)]
 
     def __init__(self, question: str, choices: Sequence[str]):
-        super().__init__()
-        self._question, self._choices = question, choices
-
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Label(Text(self._question))
-            yield OptionList(*(Text(visible(choice)) for choice in self._choices))
-        yield Footer(compact=True)
+        super().__init__(question, OptionList(*(Text(visible(choice)) for choice in choices)))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_index)
