@@ -153,6 +153,9 @@ def test_wrong_rewards(tmp_path, reward, message):
     assert message in refused_values(tmp_path, method="grpo", rewards=[reward])
 
 
+GDPO = {"type": "grpo", "multi_objective_aggregation": "normalize_then_sum"}
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -202,6 +205,23 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "grpo", "loss_type": "cispo", "epsilon_high": 5, "epsilon": 0.1}, "epsilon is not read by cispo"),
         ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator applies to the KL to a reference"),
         ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator applies to the KL to a reference"),
+        (
+            {"type": "grpo", "beta": 0, "sync_ref_model": True},
+            "sync_ref_model is true, but there is no reference model",
+        ),
+        ({"type": "ppo", "kl_coef": 0, "sync_ref_model": True}, "sync_ref_model is true, but there is no reference"),
+        ({"type": "dpo", "precompute_ref_log_probs": True, "sync_ref_model": True}, "computed only before training"),
+        ({"type": "dpo", "use_ref_model": False, "sync_ref_model": True}, "computed only before training"),
+        ({"type": "kto", "ref_model_mixup_alpha": 0.5}, "has no effect without sync_ref_model"),
+        ({"type": "grpo", "sync_ref_model": True, "ref_model_mixup_alpha": 0}, "must be a number above 0"),
+        ({"type": "grpo", "sync_ref_model": True, "ref_model_sync_steps": 0}, "must be a whole number of 1 or more"),
+        (GDPO | {"loss_type": "no_baseline"}, "multi_objective_aggregation is read by loss_type"),
+        (GDPO | {"scale_rewards": "none"}, "scale_rewards cannot be combined with multi_objective_aggregation: norm"),
+        (GDPO | {"kl_in": "reward"}, "is reward, but the KL is not one of the rewards that are normalised"),
+        (GDPO | {"advantage_level": "turn"}, "method.advantage_level cannot be combined"),
+        (GDPO | {"num_trees": 2}, "compares sums of rewards"),
+        (GDPO | {"resampling_rounds": 2}, "resamples groups whose sums are equal"),
+        ({"type": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "not a setting of rloo, but of grpo"),
         ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
         ({"type": "kto", "loss_type": "bcoo"}, "method.loss_type is 'bcoo'; did you mean bco?"),
         ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "are both 0; nothing would be trained"),

@@ -25,13 +25,18 @@ def settings(shared, scratch_model, method: str, **training):
         "sft": {"source": str(shared / "data/sft-demo/alpaca_en_demo.json"), "max_rows": 15},
         "reward": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
         "dpo": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
+        "tr-dpo": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
         "kto": {"source": str(shared / "data/preference-demo/kto_en_demo.json"), "max_rows": 34},
         "bco": {"source": str(shared / "data/preference-demo/kto_en_demo.json"), "max_rows": 34},
     }[method]
+    variants = {
+        "bco": {"type": "kto", "loss_type": "bco"},
+        "tr-dpo": {"type": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 3},
+    }
     return {
         "name": "run",
         "model": {"path": str(scratch_model), "lora": {"r": 4, "dropout": 0.2} if method == "sft" else None},
-        "method": {"type": "kto", "loss_type": "bco"} if method == "bco" else method,
+        "method": variants.get(method, method),
         "data": {**data, "max_length": 600, "validation": {"rows": 3}},
         "training": {"batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, **training},
         "evaluation": {"eval_steps": 3},
@@ -62,7 +67,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert numbers(a) == numbers(b)
 
 
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "kto", "bco"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "tr-dpo", "kto", "bco"])
 def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, power_cut, method):
     """Killed after step 5, in the second epoch; it goes on from checkpoint-4."""
     sections = settings(shared, scratch_model, method)

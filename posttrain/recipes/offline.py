@@ -20,7 +20,7 @@ from posttrain.scoring import RewardScorer, Scorer, ValueScorer
 from posttrain.training.checks import check_packing, check_reward_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
-from posttrain.training.reference import PortionsOf, make_reference, whole_sets
+from posttrain.training.reference import PortionsOf, make_reference, token_reference, whole_sets
 from posttrain.training.state import State
 
 Method = TypeVar("Method")
@@ -61,8 +61,9 @@ class Offline:
         policy = job.policy(method.head)
         optimizer = job.optimizer(policy)
         scorer = scorer_of(job, method, policy)
-        reference = make_reference(job, method, scorer, data, portions_of)
-        self.loop = Loop(job, policy, optimizer, data)
+        tokens = token_reference(job, method, scorer)
+        reference = make_reference(job, tokens, data, portions_of)
+        self.loop = Loop(job, policy, optimizer, data, tokens)
         self.models: Models[Any, Any, Any] = Models(job, method, scorer, reference, self.loop.state)
         self.objective_of = objectives(self.models)
         self._evaluation_of = self.objective_of if evaluation is None else evaluation(self.models)

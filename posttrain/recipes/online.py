@@ -302,9 +302,7 @@ def measure_mismatch(job: Job, method: Any, sample: Sampler, step: Step) -> None
 
 def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference:
     """A function from a pack to the log-probability of each scored token (N) under the reference; None without one."""
-    if not method.has_reference:
-        return None
-    return token_reference(job, method.ref_model, Scorer(policy), job.config.rollout.temperature)[1]
+    return token_reference(job, method, Scorer(policy), job.config.rollout.temperature)
 
 
 class Online:
@@ -369,7 +367,7 @@ def online(job: Job, data: Prepared, load_reference: Callable[[Job, Any, nn.Modu
     trained = scorer if method.trains_values else policy
     optimizer = job.optimizer(trained)
     reference = load_reference(job, method, policy)
-    loop = Loop(job, trained, optimizer, data)
+    loop = Loop(job, trained, optimizer, data, reference)
     models = Models(job, method, scorer, reference, loop.state)
     with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
         yield Online(loop, models, sample, store)
