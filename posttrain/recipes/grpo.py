@@ -46,16 +46,17 @@ from posttrain.losses.policy import (
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
-from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
+from posttrain.recipes.online import Minibatch, Step, Updates, minibatches, online, reference_of, scored
 from posttrain.rollout import Rollout, RolloutPack, stored_turns
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_ratio
 from posttrain.training.evaluation import parts_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
+from posttrain.training.reference import TokenReference
 
 AnyMethod = GRPOMethod | RLOOMethod | ReinforcePlusPlusMethod
-PolicyGradient = Models[AnyMethod, Scorer, TokenReference]
+PolicyGradient = Models[AnyMethod, Scorer, TokenReference | None]
 EPS = 1e-4  # added to the standard deviation that divides advantages, as in TRL
 
 

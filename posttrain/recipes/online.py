@@ -34,13 +34,12 @@ from posttrain.training.checks import Alarms, check_packing, check_sampler, impo
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.reference import token_reference
+from posttrain.training.reference import TokenReference, token_reference
 
 # The columns stored for a completion that is scored, but outside the loss.
 SCORED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties", "old_values", "returns")
 
 ROUNDING = 1e-4  # nats
-TokenReference = Callable[[Pack], Tensor] | None
 Updates = Iterator[tuple[Sequence[Any], Objective[Any]]]  # the packs and the loss of each update of a step
 
 
@@ -300,8 +299,8 @@ def measure_mismatch(job: Job, method: Any, sample: Sampler, step: Step) -> None
         check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine, job.record)
 
 
-def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference:
-    """A function from a pack to the log-probability of each scored token (N) under the reference; None without one."""
+def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference | None:
+    """The reference of a method, at the temperature of the rollout; None without one."""
     return token_reference(job, method, Scorer(policy), job.config.rollout.temperature)
 
 

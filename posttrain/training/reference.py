@@ -107,7 +107,7 @@ class TokenReference:
                 "same vocabulary"
             )
         self.weights: dict[str, Tensor] = {}
-        if isinstance(method, ReferenceMethod) and method.sync_ref_model:
+        if method.syncs_reference:
             self._follow(job, policy.model)
 
     @torch.no_grad()

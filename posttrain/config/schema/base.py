@@ -169,6 +169,11 @@ class MethodSettings(Settings):
         return self.has_reference and not (self.precomputes_reference or self.avoids_second_model)
 
     @property
+    def syncs_reference(self) -> bool:
+        """Whether the reference follows the policy."""
+        return getattr(self, "sync_ref_model", False)
+
+    @property
     def reference_path(self) -> str | None:
         """Hub id or folder of the reference; None: the model itself before training."""
         return next((getattr(self, name) for name in MODELS if hasattr(self, name)), None)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.schema.base import Conflicts, ReferenceMethod, Settings, setting
+from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.schema.evaluation import METRICS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method, UnreadMethod
@@ -63,7 +63,7 @@ class RunConfig(Settings):
                     f"models.{index}.load_in_4bit",
                     "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
                 )
-            if isinstance(self.method, ReferenceMethod) and self.method.sync_ref_model and model.lora is not None:
+            if self.method.syncs_reference and model.lora is not None:
                 yield "method.sync_ref_model", "mixes all weights, but with model.lora only an adapter is trained"
             yield from self._check_trained_ends(index, model)
         if isinstance(self.method, UnreadMethod):
