@@ -13,7 +13,7 @@ from trl_grpo import trl_grpo
 
 from posttrain.losses.advantage import (
     ReturnScale,
-    decoupled_advantages,
+    decoupled,
     gae,
     group_advantages,
     leave_one_out,
@@ -187,11 +187,11 @@ def test_advantages_by_the_steps_own_spread():
 def test_gdpo_keeps_rewards_apart_that_add_up_to_the_same():
     """One of two rewards each, or both: the sums are 1, 1, 2, 0, the advantages four different ones."""
     rewards, groups = torch.tensor([[1.0, 0], [0, 1], [1, 1], [0, 0]]), torch.zeros(4)
-    equal = decoupled_advantages(rewards, torch.tensor([1.0, 1.0]), groups, eps=0.0)
+    equal = decoupled(rewards, torch.tensor([1.0, 1.0]), groups, eps=0.0)
     assert equal.tolist() == pytest.approx([0, 0, 1.5**0.5, -(1.5**0.5)])
-    weighed = decoupled_advantages(rewards, torch.tensor([1.0, 0.5]), groups, eps=0.0).tolist()
+    weighed = decoupled(rewards, torch.tensor([1.0, 0.5]), groups, eps=0.0).tolist()
     assert weighed[1] == pytest.approx(-weighed[0]) and weighed[2] == pytest.approx(3 * weighed[0]) != 0
-    lone = decoupled_advantages(torch.tensor([[1.0, 5], [2, math.nan]]), torch.ones(2), torch.zeros(2), eps=0.0)
+    lone = decoupled(torch.tensor([[1.0, 5], [2, math.nan]]), torch.ones(2), torch.zeros(2), eps=0.0)
     assert lone.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5]), "a reward that only one completion has says nothing"
 
 
@@ -206,7 +206,7 @@ def test_gdpo_is_trls():
     each = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
     total = (each.view(24, 3) * weights).nansum(1)
     want = (total - total.mean()) / (total.std() + 1e-4)
-    got = decoupled_advantages(rewards, weights, torch.arange(4).repeat_interleave(6), eps=1e-4)
+    got = decoupled(rewards, weights, torch.arange(4).repeat_interleave(6), eps=1e-4)
     print("advantages", got.tolist())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 

@@ -91,7 +91,7 @@ def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
     return torch.where(others_S > 0, reward - baseline_S, 0.0).to(reward_S.dtype)
 
 
-def decoupled_advantages(reward_SK: Tensor, weight_K: Tensor, group_S: Tensor, *, eps: float) -> Tensor:
+def decoupled(reward_SK: Tensor, weight_K: Tensor, group_S: Tensor, *, eps: float) -> Tensor:
     """GDPO's advantage, which keeps combinations of K rewards apart that have the same sum. [S]. arXiv 2601.05242.
 
         B_i = Σ_k w_k (r_ik − mean r_k) / (std r_k + ε)     over the group of i

@@ -21,14 +21,7 @@ from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlus
 from posttrain.data import Prepared
 from posttrain.environments.forest import Forest
 from posttrain.losses import keywords_of
-from posttrain.losses.advantage import (
-    Turns,
-    decoupled_advantages,
-    group_advantages,
-    leave_one_out,
-    normalized,
-    rewards_to_go,
-)
+from posttrain.losses.advantage import Turns, decoupled, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
     LEAST_LOG_W,
     Counts,
@@ -57,6 +50,7 @@ from posttrain.training.reference import TokenReference
 
 AnyMethod = GRPOMethod | RLOOMethod | ReinforcePlusPlusMethod
 PolicyGradient = Models[AnyMethod, Scorer, TokenReference | None]
+Parts = Mapping[str, Mapping[str, Any]]  # of a completion's reward, as stored
 EPS = 1e-4  # added to the standard deviation that divides advantages, as in TRL
 
 
@@ -230,18 +224,14 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
     inside_R = torch.isin(rollout.sequence_R, chosen)
     advantage_R = torch.zeros(rollout.num_tokens)
     penalty_R = advantage_R if step.penalty_R is None else step.penalty_R.cpu()
+    turns, group_S = rollout.turns(chosen), rollout.group_S[chosen]
     parts = [parts_of(rollout.completions[index].reward) for index in chosen.tolist()]
-    numbers = rollout.turns(chosen), rollout.group_S[chosen], penalty_R[inside_R]
-    advantage_R[inside_R] = of_tokens(method, *numbers, parts)
+    advantage_R[inside_R] = of_tokens(method, turns, group_S, penalty_R[inside_R], parts)
     return advantage_R
 
 
 def of_tokens(
-    method: PolicyGradientMethod,
-    turns: Turns,
-    group_S: Tensor,
-    penalty_N: Tensor,
-    parts: Sequence[Mapping[str, Mapping[str, Any]]] = (),
+    method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penalty_N: Tensor, parts: Sequence[Parts] = ()
 ) -> Tensor:
     """The advantage of each token (N) of completions with these turns.
 
@@ -249,9 +239,8 @@ def of_tokens(
     `advantage_level: turn`, what each turn and those after it earn is compared with the same turn of the group's other
     completions: an action is not credited with earlier rewards, and the baseline does not depend on the action. Where
     episodes branch, the comparisons with the group and with the completion's own tree are added (Tree-GRPO, arXiv
-    2509.21240, section 3.3). In
-    REINFORCE++, each token's return is normalised over the step. `parts`: the parts of each completion's reward
-    (`parts_of`), which GDPO normalises one by one.
+    2509.21240, section 3.3). In REINFORCE++, each token's return is normalised over the step. GDPO normalises the
+    `parts` of each completion's reward one by one.
     """
     if not len(group_S):
         return penalty_N
@@ -261,7 +250,7 @@ def of_tokens(
         rows = [[part["value"] for part in each.values()] for each in parts]
         reward_SK = torch.tensor([[math.nan if value is None else value for value in row] for row in rows])
         weight_K = torch.tensor([part["weight"] for part in parts[0].values()])
-        return decoupled_advantages(reward_SK, weight_K, group_S, eps=EPS)[turns.sequence_N]
+        return decoupled(reward_SK, weight_K, group_S, eps=EPS)[turns.sequence_N]
     if method.advantage_level == "trajectory":
         total_S = turns.totals(penalty_N)
         advantage_S = compared(method, total_S, group_S)

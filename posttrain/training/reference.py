@@ -56,22 +56,15 @@ class Portion:
 PortionsOf = Callable[[Job, Prepared], Sequence[Portion]]
 
 
-def make_reference(
-    job: Job, tokens: TokenReference | None, data: Prepared, portions_of: PortionsOf | None
-) -> Reference:
+def make_reference(job: Job, tokens: TokenReference | None, data: Prepared, portions_of: PortionsOf) -> Reference:
     """The reference that the settings choose. A reference that scores before training scores the portions once and then
-    looks examples up; if `portions_of` is None, every reference scores during training."""
+    looks examples up."""
     if tokens is None:
         return no_reference
-
-    def score(pack: Pack) -> torch.Tensor:
-        return pack.sum_by_sequence(tokens(pack))
-
-    method, is_second = tokens.method, tokens.adapted is None
-    scores_before = method.precomputes_reference or (method.avoids_second_model and is_second)
-    if portions_of is None or not scores_before:
-        return lambda pack, examples: score(pack)
-    key = _key(job, tokens.scorer, data)
+    method = tokens.method
+    if not (method.precomputes_reference or (method.avoids_second_model and not tokens.adapted)):
+        return tokens.by_sequence
+    key, score = _key(job, tokens.scorer, data), tokens.by_sequence
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions_of(job, data)]
     keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
     keys_K, first = np.unique(keys, return_index=True)  # ascending
@@ -114,6 +107,10 @@ class TokenReference:
     def __call__(self, pack: Pack) -> Tensor:
         with as_begun(self.adapted) if self.adapted else nullcontext():
             return self.scorer(pack, self._temperature).logprob_N
+
+    def by_sequence(self, pack: Pack, examples: Sequence[Example] = ()) -> Tensor:
+        """The log-probability of each sequence (S), without gradients."""
+        return pack.sum_by_sequence(self(pack))
 
     def _follow(self, job: Job, policy: nn.Module) -> None:
         """Set `weights`: those of the reference, or of the checkpoint."""

@@ -223,10 +223,9 @@ class ReferenceMethod(MethodSettings):
 
     def check(self) -> Conflicts:
         yield from super().check()
-        if self.sync_ref_model and not self.has_reference:
-            yield "sync_ref_model", "is true, but there is no reference model to mix the policy into"
-        elif self.sync_ref_model and not self.scores_reference:
-            yield "sync_ref_model", "is true, but the reference's log-probabilities are computed only before training"
+        if self.sync_ref_model and not self.scores_reference:
+            without = "is precomputed" if self.has_reference else "is not read: its weight is 0, or it is left out"
+            yield "sync_ref_model", f"mixes the policy into a reference model, but the reference {without}"
         for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
             if not self.sync_ref_model and not self.is_default(name):
                 yield name, "has no effect without sync_ref_model; leave it out"

@@ -232,18 +232,6 @@ class GRPOMethod(PolicyGradientMethod):
         if not self.compares_groups:
             yield "num_trees", "is not read by no_baseline, which compares nothing; leave it out"
 
-    def _check_decoupled(self) -> Conflicts:
-        reasons = {
-            "scale_rewards": "is not read: each reward is divided by its group's standard deviation",
-            "kl_in": "is reward, but the KL is not one of the rewards that are normalised; give loss",
-            "advantage_level": "is turn, but only whole episodes have all rewards",
-            "num_trees": "compares sums of rewards, also within each tree",
-            "resampling_rounds": "resamples groups whose sums are equal, which other rewards of the group may not be",
-        }
-        for name, reason in reasons.items():
-            if not self.is_default(name):
-                yield name, f"cannot be combined with multi_objective_aggregation: normalize_then_sum: it {reason}"
-
     @classmethod
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
         """Every loss (grpo_clip only if the run uses it), then the run's loss with other values of scale_rewards."""
@@ -256,8 +244,9 @@ class GRPOMethod(PolicyGradientMethod):
         yield from super().check()
         yield from self._check_trees()
         yield from self._check_entropy()
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            yield from self._check_decoupled()
+        for name in ("scale_rewards", "kl_in", "advantage_level", "num_trees", "resampling_rounds"):
+            if self.multi_objective_aggregation == "normalize_then_sum" and not self.is_default(name):
+                yield name, "is for sums of rewards, but normalize_then_sum compares each reward alone; leave it out"
         if self.loss_type == "cispo" and self.epsilon_high is not None and not self.is_default("epsilon"):
             yield "epsilon", "is not read by cispo with epsilon_high, which caps the ratio; leave it out"
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "vespo"):
