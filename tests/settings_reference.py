@@ -44,7 +44,7 @@ SYSTEMS: dict[str, str] = {
         loss_type loss_weights beta label_smoothing rpo_alpha reference_free precompute_ref_log_probs sync_ref_model
         desirable_weight undesirable_weight router_aux_loss_coef center_rewards_coefficient teacher_model_name_or_path
         lmbda seq_kd num_generations num_iterations epsilon epsilon_high scale_rewards importance_sampling_level
-        max_tool_calling_iterations environment_factory
+        num_generations_eval max_tool_calling_iterations environment_factory
         mask_truncated_completions generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches kl_coef
         cliprange cliprange_value vf_coef gamma lam missing_eos_penalty response_length reward_funcs reward_weights
         reward_model_path sft_model_path temperature top_p top_k min_p use_vllm vllm_mode vllm_gpu_memory_utilization

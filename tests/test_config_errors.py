@@ -10,6 +10,7 @@ from posttrain.base.errors import ConfigError
 from posttrain.config import DPOMethod, load
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.config.schema.offline import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, PreferenceLoss
+from posttrain.losses import keywords_of
 from posttrain.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
 
 GOOD = {"model": "gpt2", "method": "sft", "data": {"source": "rows.jsonl"}}
@@ -153,6 +154,9 @@ def test_wrong_rewards(tmp_path, reward, message):
     assert message in refused_values(tmp_path, method="grpo", rewards=[reward])
 
 
+GDPO = {"type": "grpo", "multi_objective_aggregation": "normalize_then_sum"}
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -202,6 +206,21 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "grpo", "loss_type": "cispo", "epsilon_high": 5, "epsilon": 0.1}, "epsilon is not read by cispo"),
         ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator applies to the KL to a reference"),
         ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator applies to the KL to a reference"),
+        ({"type": "grpo", "beta": 0, "sync_ref_model": True}, "sync_ref_model mixes the policy into a reference"),
+        ({"type": "ppo", "kl_coef": 0, "sync_ref_model": True}, "but the reference is not read: its weight is 0"),
+        ({"type": "dpo", "reference_free": True, "sync_ref_model": True}, "but the reference is not read"),
+        ({"type": "dpo", "precompute_ref_log_probs": True, "sync_ref_model": True}, "but the reference is precomputed"),
+        ({"type": "dpo", "use_ref_model": False, "sync_ref_model": True}, "but the reference is precomputed"),
+        ({"type": "kto", "ref_model_mixup_alpha": 0.5}, "has no effect without sync_ref_model"),
+        ({"type": "grpo", "sync_ref_model": True, "ref_model_mixup_alpha": 0}, "must be a number above 0"),
+        ({"type": "grpo", "sync_ref_model": True, "ref_model_sync_steps": 0}, "must be a whole number of 1 or more"),
+        (GDPO | {"loss_type": "no_baseline"}, "multi_objective_aggregation is read by loss_type"),
+        (GDPO | {"scale_rewards": "none"}, "method.scale_rewards is for sums of rewards, but normalize_then_sum"),
+        (GDPO | {"kl_in": "reward"}, "method.kl_in is for sums of rewards"),
+        (GDPO | {"advantage_level": "turn"}, "method.advantage_level is for sums of rewards"),
+        (GDPO | {"num_trees": 2}, "method.num_trees is for sums of rewards"),
+        (GDPO | {"resampling_rounds": 2}, "method.resampling_rounds is for sums of rewards"),
+        ({"type": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "not a setting of rloo, but of grpo"),
         ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
         ({"type": "kto", "loss_type": "bcoo"}, "method.loss_type is 'bcoo'; did you mean bco?"),
         ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "are both 0; nothing would be trained"),
@@ -214,7 +233,7 @@ def test_wrong_method_settings(tmp_path, method, message):
 
 def test_the_checks_of_losses_agree_with_the_losses_themselves():
     """The losses say which of them reads which setting; the configuration, torch-free, repeats it."""
-    reads = {name: loss.reads for name, loss in PREFERENCE_LOSSES.items()}
+    reads = {name: keywords_of(loss.function) for name, loss in PREFERENCE_LOSSES.items()}
     assert set(PreferenceLoss.__args__) == set(reads)
     assert set(DPOMethod.model_fields["f_divergence_type"].annotation.__args__) == set(F_DIVERGENCES)
     assert {name for name, settings in reads.items() if "label_smoothing" in settings} == LABEL_SMOOTHING_LOSSES

@@ -217,6 +217,30 @@ def test_other_values_of_trl(tmp_path):
     )
 
 
+def test_references_that_follow_and_aggregated_rewards_of_trl(tmp_path):
+    flags = "--beta 0.1 --sync_ref_model --ref_model_sync_steps 64 --multi_objective_aggregation normalize_then_sum"
+    method = loaded(trl("grpo", flags), tmp_path).method
+    assert (method.sync_ref_model, method.ref_model_mixup_alpha, method.ref_model_sync_steps) == (True, 0.6, 64)
+    assert method.multi_objective_aggregation == "normalize_then_sum"
+    assert loaded(trl("dpo", "--sync_ref_model"), tmp_path).method.sync_ref_model
+    for other in ("--use_peft --beta 0.1", ""):  # TRL refuses both, too
+        draft = trl("grpo", f"--sync_ref_model {other}")
+        assert not loaded(draft, tmp_path).method.sync_ref_model and "sync_ref_model" in draft.left
+
+
+def test_completions_of_validation_prompts_are_as_many_as_in_trl(tmp_path):
+    """By default as many as in training; without validation none are sampled."""
+    for flags, number in (
+        ("--eval_strategy steps", 8),
+        ("--eval_strategy steps --num_generations 4", 4),
+        ("--eval_strategy steps --num_generations_eval 2", 2),
+        ("", 1),
+    ):
+        assert loaded(trl("grpo", flags), tmp_path).evaluation.num_generations == number
+    left = trl("grpo", "--num_generations_eval 2").left
+    assert "needs completions of validation prompts" in left["num_generations_eval"]
+
+
 def test_nothing_is_dropped_silently():
     draft = trl("dpo", "--packing --foo 3 --lr_scheduler_type greedy --ld_alpha 0.5 --streaming false")
     assert draft.left["foo"] == "unknown to posttrain"

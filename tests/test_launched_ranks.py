@@ -43,12 +43,25 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 DROPOUT = {"method": "sft", "model": {"lora": {"r": 4, "dropout": 0.3}}}
 FSDP = {"devices": {"type": "cpu", "strategy": "fsdp"}}
 
+FOLLOWED = {"method": {"type": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 1}}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "numbers", "sections"),
-    [(2, (2, 1), {}), (2, (2,), DROPOUT), (2, (2, 1), FSDP), (2, (2,), FSDP | DROPOUT), (1, (2,), FSDP)],
-    ids=["dpo", "sft with dropout", "fsdp", "fsdp with dropout", "fsdp from one process"],
+    [
+        (2, (2, 1), {}),
+        (2, (2,), DROPOUT),
+        (2, (2, 1), FSDP),
+        (2, (2,), FSDP | DROPOUT),
+        (1, (2,), FSDP),
+        (1, (2,), FSDP | FOLLOWED),
+        (2, (2, 1), FSDP | FOLLOWED),
+    ],
+    ids=[
+        *("dpo", "sft with dropout", "fsdp", "fsdp with dropout", "fsdp from one process"),
+        *("fsdp and a reference that follows, from one process", "fsdp and a reference that follows"),
+    ],
 )
 def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, tmp_path, first, numbers, sections):
     lora = "model" in sections

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.losses import global_mean, loss_coefficients, nll
+from posttrain.losses import global_mean, keywords_of, loss_coefficients, nll
 from posttrain.losses.preference import (
     F_DIVERGENCES,
     PREFERENCE_LOSSES,
@@ -347,7 +347,7 @@ def test_nll_is_cross_entropy():
 EXTREMES = [0.0, 1e-30, 1.0, -1.0, 88.0, -88.0, 1e4, -1e4]
 
 
-BY_SCORE = [name for name, loss in PREFERENCE_LOSSES.items() if "score" in loss.reads]
+BY_SCORE = [name for name, loss in PREFERENCE_LOSSES.items() if "score" in keywords_of(loss.function)]
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,8 @@ def test_configuration_knows_these_losses_and_what_they_read():
     from posttrain.config.schema import offline
 
     readers = {
-        key: {n for n, loss in PREFERENCE_LOSSES.items() if key in loss.reads} for key in ("score", "label_smoothing")
+        key: {n for n, loss in PREFERENCE_LOSSES.items() if key in keywords_of(loss.function)}
+        for key in ("score", "label_smoothing")
     }
     assert set(get_args(offline.PreferenceLoss)) == set(PREFERENCE_LOSSES)
     assert get_args(offline.Divergence) == F_DIVERGENCES

@@ -4,6 +4,7 @@ The policy writes two tokens of a vocabulary of three, the second one's distribu
 completions, whose probabilities, and so every expectation, are known exactly.
 """
 
+import math
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from trl_grpo import trl_grpo
 
 from posttrain.losses.advantage import (
     ReturnScale,
+    decoupled,
     gae,
     group_advantages,
     leave_one_out,
@@ -180,6 +182,33 @@ def test_advantages_by_the_steps_own_spread():
     assert normalized(torch.tensor([0.0, 2, 1, 5]), eps=0.0).tolist() == pytest.approx(
         [x / (14 / 3) ** 0.5 for x in (-2, 0, -1, 3)]
     )
+
+
+def test_gdpo_keeps_rewards_apart_that_add_up_to_the_same():
+    """One of two rewards each, or both: the sums are 1, 1, 2, 0, the advantages four different ones."""
+    rewards, groups = torch.tensor([[1.0, 0], [0, 1], [1, 1], [0, 0]]), torch.zeros(4)
+    equal = decoupled(rewards, torch.tensor([1.0, 1.0]), groups, eps=0.0)
+    assert equal.tolist() == pytest.approx([0, 0, 1.5**0.5, -(1.5**0.5)])
+    weighed = decoupled(rewards, torch.tensor([1.0, 0.5]), groups, eps=0.0).tolist()
+    assert weighed[1] == pytest.approx(-weighed[0]) and weighed[2] == pytest.approx(3 * weighed[0]) != 0
+    lone = decoupled(torch.tensor([[1.0, 5], [2, math.nan]]), torch.ones(2), torch.zeros(2), eps=0.0)
+    assert lone.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5]), "a reward that only one completion has says nothing"
+
+
+def test_gdpo_is_trls():
+    """TRL's formula, with its own function for deviations, where rewards of None are NaN."""
+    nanstd = pytest.importorskip("trl.trainer.utils", reason="the oracle: pip install 'posttrain[bench]'").nanstd
+    torch.manual_seed(0)
+    rewards, weights = torch.randn(24, 3) * torch.tensor([1.0, 20.0, 0.1]), torch.tensor([1.0, 0.3, -2.0])
+    rewards[torch.rand(24, 3) < 0.2] = math.nan
+    rewards[:5, 1], rewards[6:12, 2] = math.nan, 0.7  # one of a group has it; all of a group have the same
+    grouped = rewards.view(4, 6, 3)
+    each = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
+    total = (each.view(24, 3) * weights).nansum(1)
+    want = (total - total.mean()) / (total.std() + 1e-4)
+    got = decoupled(rewards, weights, torch.arange(4).repeat_interleave(6), eps=1e-4)
+    print("advantages", got.tolist())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_gae_by_hand():

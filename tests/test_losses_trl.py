@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain.losses import global_mean
+from posttrain.losses import global_mean, keywords_of
 from posttrain.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES, Pairs, preference_loss, preference_metrics
 from posttrain.losses.reference_free import bradley_terry, reward_metrics, reward_range
 
@@ -116,7 +116,7 @@ def test_label_smoothing(name, smoothing):
 
 @pytest.mark.parametrize(
     ("divergence", "name"),
-    itertools.product(F_DIVERGENCES[1:], [n for n in NAMES if "score" in PREFERENCE_LOSSES[n].reads]),
+    itertools.product(F_DIVERGENCES[1:], [n for n in NAMES if "score" in keywords_of(PREFERENCE_LOSSES[n].function)]),
 )
 def test_f_divergences(divergence, name):
     compare([name], f_divergence_type=divergence, seed=2, spread=0.5)

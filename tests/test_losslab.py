@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 import shutil
 import sqlite3
 from itertools import islice
@@ -10,7 +11,7 @@ from itertools import islice
 import pytest
 import torch
 from pages import drawn
-from test_online import train
+from test_online import EXACT, train
 from test_recipes import dpo, run
 
 from posttrain.base.errors import ConfigError, RunError
@@ -28,8 +29,10 @@ from posttrain.config import (
 )
 from posttrain.inspection.loss_inputs import parsed, variants
 from posttrain.inspection.losslab import cosines, losses
+from posttrain.recipes.grpo import regraded
 from posttrain.runs.folder import FolderLock
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.stored_rollouts import StoredRun
 
 ALL = {"save_steps": 1, "save_total_limit": None}  # a checkpoint of every step
 
@@ -177,6 +180,27 @@ def test_the_nearest_earlier_weights(sampled, tmp_path):
         file.write(b"x")
     lab = losses(folder, 3, ["grpo"])
     assert lab.weights.name == "the initial model" and "checkpoint-1 is damaged" in lab.weights.skipped[0]
+
+
+def length(completions, **_columns) -> list[float | None]:
+    """The number of characters; no reward for an answer that begins with a 1."""
+    return [None if text.startswith("1") else float(len(text)) for text in completions]
+
+
+def test_stored_parts_and_a_reference_that_follows_are_those_of_training(sums_home, tmp_path, capsys):
+    """GDPO's advantages from the stored parts, and the reference as it was: mixed after steps 1 and 2."""
+    rewards = [EXACT, {"type": "python", "function": "test_losslab:length", "weight": 0.5}]
+    method = {"multi_objective_aggregation": "normalize_then_sum", "beta": 5.0}
+    method |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    folder = train(sums_home, tmp_path, method, rewards=rewards, checkpoint=ALL, training={"max_steps": 3})
+    own_row_is_logged(folder, 1, 3)
+    with StoredRun(folder) as stored:
+        rows = stored.rollouts(3)
+    assert any(row["parts"]["length"]["value"] is None for row in rows)
+    again = regraded(load(folder / "config.yaml").config.method, rows, [row["reward"] for row in rows])
+    assert again == pytest.approx([row["advantage"] for row in rows], abs=1e-5)
+    assert main(["regrade", str(folder), *(f"--reward={json.dumps(reward)}" for reward in rewards)]) == 0
+    assert re.search(r"\b0 of \d+ advantages change sign", capsys.readouterr().out)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

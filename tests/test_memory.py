@@ -25,7 +25,7 @@ from posttrain.models.attention import PackedMask, width_step
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import _simulate, activations, empty_model
-from posttrain.planning.estimate import _reference, estimate
+from posttrain.planning.estimate import _between_steps, _reference, estimate
 from posttrain.planning.largest import FirstEpoch, Step, largest_that_fits, probe
 
 CPU = torch.device("cpu")
@@ -345,6 +345,19 @@ def test_a_reference_of_another_name_has_its_own_size(settings, shared):
     model = config.models[0]
     other = AutoModelForCausalLM.from_pretrained(shared / "models/stories260K")
     assert _reference(config, model, empty_model(config, model), 4) == 4 * sum(p.numel() for p in other.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_reference_that_follows_has_float32_weights_in_cpu_memory(settings, device):
+    def between_steps(*more):
+        config = load(settings("follows", "dpo"), ["model.dtype=bfloat16", *more]).config
+        model = config.models[0]
+        return _between_steps(config, model, empty_model(config, model), torch.device(device), 1, None)
+
+    (fixed, host), (follows, more) = between_steps(), between_steps("method.sync_ref_model=true")
+    exact = 2 * fixed["reference"]  # 4 bytes a weight instead of 2
+    assert follows["reference"] == fixed["reference"] + (exact if device == "cpu" else 0)
+    assert more == host + (exact if device == "cuda" else 0)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import read_run
 from posttrain.sampler import Sampler
 
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
 EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 
 
@@ -153,8 +154,10 @@ def test_packs_do_not_change_the_update(sums_home, tmp_path, method):
         {"beta": 0.05, "num_minibatches": 2, "resampling_rounds": 1},
         {"beta": 0.0, "use_adaptive_entropy": True, "entropy_target": 1.0, "top_entropy_quantile": 0.5},
         {"type": "ppo", "target_kl": 1.0},
+        {"beta": 0.5, "num_minibatches": 2, "sync_ref_model": True, "ref_model_sync_steps": 4},
+        {"type": "ppo", "num_ppo_epochs": 1, "kl_coef": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 4},
     ],
-    ids=["grpo", "adaptive entropy", "ppo"],
+    ids=["grpo", "adaptive entropy", "ppo", "grpo, reference follows", "ppo, reference follows"],
 )
 def test_resumed_equals_uninterrupted(sums_home, tmp_path, power_cut, method):
     """Stopped after step 5, with checkpoints at every second step: weights, moments, value head, metrics to the bit."""
@@ -493,6 +496,7 @@ def test_groups_are_no_matter_where_nothing_compares_them(sums_home, tmp_path, m
         ({"evaluation": {"max_completion_length": 23}}, DataError, "of 23 tokens .evaluation.max_comp"),
         ({"method": {"num_minibatches": 9}}, ConfigError, "but a step has only 8 prompts"),
         ({"method": {"loss_type": "no_baseline", "num_iterations": 2}}, ConfigError, "no ratio"),
+        ({"method": SYNCED, "model": {"path": "x", "lora": True}}, ConfigError, "only an adapter is trained"),
         ({"method": {"type": "sft"}}, ConfigError, "rewards with sft only score completions of validation prompts"),
         ({"rewards": [{"type": "python", "function": "test_online:broken"}]}, RewardError, "'high' for completion 0"),
         ({"rewards": [{"type": "model", "from": "reward"}]}, ConfigError, "the config has none"),

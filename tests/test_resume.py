@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain import runner
-from posttrain.base.errors import RunError
+from posttrain.base.errors import ModelError, RunError
 from posttrain.config import load
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.training.loop import Loop
@@ -25,13 +26,18 @@ def settings(shared, scratch_model, method: str, **training):
         "sft": {"source": str(shared / "data/sft-demo/alpaca_en_demo.json"), "max_rows": 15},
         "reward": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
         "dpo": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
+        "tr-dpo": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
         "kto": {"source": str(shared / "data/preference-demo/kto_en_demo.json"), "max_rows": 34},
         "bco": {"source": str(shared / "data/preference-demo/kto_en_demo.json"), "max_rows": 34},
     }[method]
+    variants = {
+        "bco": {"type": "kto", "loss_type": "bco"},
+        "tr-dpo": {"type": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 3},
+    }
     return {
         "name": "run",
         "model": {"path": str(scratch_model), "lora": {"r": 4, "dropout": 0.2} if method == "sft" else None},
-        "method": {"type": "kto", "loss_type": "bco"} if method == "bco" else method,
+        "method": variants.get(method, method),
         "data": {**data, "max_length": 600, "validation": {"rows": 3}},
         "training": {"batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, **training},
         "evaluation": {"eval_steps": 3},
@@ -62,7 +68,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert numbers(a) == numbers(b)
 
 
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "kto", "bco"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "tr-dpo", "kto", "bco"])
 def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, power_cut, method):
     """Killed after step 5, in the second epoch; it goes on from checkpoint-4."""
     sections = settings(shared, scratch_model, method)
@@ -74,6 +80,41 @@ def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, power_cut
     assert state["state"] == "failed" and "power cut" in state["reason"]
     assert start(tmp_path / "broken", sections, resume=True) == 0
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_that_follows_is_the_mixture_of_its_checkpoints(tmp_path, shared, scratch_model, dtype):
+    """With a share so small that bfloat16 would round it away; mixed after every second update."""
+    sections = settings(shared, scratch_model, "tr-dpo", max_steps=5)
+    sections["method"] |= {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1e-3}
+    sections["model"]["dtype"] = dtype
+    sections["checkpoint"] |= {"save_steps": 1}
+    start(tmp_path, sections)
+    expected = AutoModelForCausalLM.from_pretrained(scratch_model, dtype=getattr(torch, dtype)).float().state_dict()
+    for step in range(1, 6):
+        folder = tmp_path / f"run/checkpoint-{step}"
+        reference = load_file(folder / "reference.safetensors")
+        masters = load_file(folder / "optimizer.safetensors") if dtype == "bfloat16" else {}
+        policy = load_file(folder / "model.safetensors")
+        if step % 2 == 0:
+            for name in reference:
+                expected[name] = (1 - 1e-3) * expected[name] + 1e-3 * masters.get(f"{name}|master", policy[name])
+        for name, weight in reference.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+    assert max(float((expected[name] - policy[name].float()).abs().max()) for name in reference) > 1e-3
+    (tmp_path / "run/checkpoint-5/reference.safetensors").unlink()
+    start(tmp_path, sections, "training.max_steps=6", resume=True)
+    log = (tmp_path / "run/training.log").read_text()
+    assert "checkpoint-5 is damaged (reference.safetensors: missing)" in log
+
+
+def test_a_reference_of_another_architecture_cannot_follow(tmp_path, shared, scratch_model):
+    other = AutoConfig.from_pretrained(scratch_model, intermediate_size=24)
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
+    sections = settings(shared, scratch_model, "tr-dpo", max_steps=1)
+    sections["method"]["ref_model"] = str(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"those of method\.ref_model differ from the policy"):
+        start(tmp_path, sections)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -33,6 +33,17 @@ VARIANTS = {
         {"loss_type": "sapo", "beta": 0.04, "num_iterations": 2, "use_bias_correction_kl": True},
         {},
     ),
+    "GDPO": (
+        {"loss_type": "dapo", "beta": 0.0, "multi_objective_aggregation": "normalize_then_sum"},
+        {"reward_weights": [1.0, 0.5]},
+    ),
+    "TR-DPO's reference": (
+        {
+            "loss_type": "grpo", "beta": 0.4, "num_iterations": 2, "sync_ref_model": True,
+            "ref_model_mixup_alpha": 0.3, "ref_model_sync_steps": 4, "use_bias_correction_kl": True,
+        },
+        {},
+    ),
     "vespo, twice": ({"loss_type": "vespo", "beta": 0.0, "num_iterations": 2}, {}),
     "entropy": (
         {
@@ -49,7 +60,12 @@ def letters(completions, **_columns) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
 
 
-def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **method):
+def length(completions, **_columns) -> list[float | None]:
+    """The number of characters; no reward where a completion begins with a space."""
+    return [None if text.startswith(" ") else float(len(text)) for text in completions]
+
+
+def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, weights=(1.0,), **method):
     """The run folder, and for each step the prompts' tokens and the completions sampled for them."""
     sampled, generate = [], EmbeddedEngine.generate
 
@@ -66,7 +82,10 @@ def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **
         "output_dir": str(folder),
         "model": {"path": str(model), "dtype": "float32"},
         "method": {"type": "grpo", "num_generations": GROUP, **method},
-        "rewards": [{"type": "python", "function": "test_trl_online:letters"}],
+        "rewards": [
+            {"type": "python", "function": f"test_trl_online:{function}", "weight": weight}
+            for function, weight in zip(("letters", "length"), weights, strict=False)
+        ],
         "data": {
             "source": str(source),
             "template": "none",
@@ -109,7 +128,8 @@ def train_trl(folder, model, prompts: list[str], sampled, updates: int, **method
         **method,
     )
     rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    trainer = trl.GRPOTrainer(str(model), letters, args=config, train_dataset=rows)
+    functions = [letters, length][: len(method.get("reward_weights", [1.0]))]
+    trainer = trl.GRPOTrainer(str(model), functions, args=config, train_dataset=rows)
     coming = iter(sampled)
 
     def replayed(input_ids, attention_mask, **_unused):
@@ -142,7 +162,8 @@ def assert_same_weights(start, ours, theirs: dict[str, torch.Tensor]) -> None:
 def test_grpo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, variant):
     method, differently = VARIANTS[variant]
     prompts = [row["prompt"][-120:] for row in pairs(shared, PROMPTS * STEPS)]
-    folder, sampled = train_ours(tmp_path, scratch_model, prompts, monkeypatch, **method)
+    weights = differently.get("reward_weights", [1.0])
+    folder, sampled = train_ours(tmp_path, scratch_model, prompts, monkeypatch, weights=weights, **method)
     updates = method.get("num_iterations", 1)
     theirs, log = train_trl(tmp_path, scratch_model, prompts, sampled, updates, **(method | differently))
 

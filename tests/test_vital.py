@@ -19,14 +19,7 @@ from posttrain.optim.update import AdamW
 from posttrain.runs.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START, STEPS, checks_of
 from posttrain.runs.summary import read_run
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.training.checks import (
-    MovedWeights,
-    check_margins,
-    check_packing,
-    check_ratio,
-    check_reward_packing,
-    check_sampler,
-)
+from posttrain.training.checks import MovedWeights, check_margins, check_packing, check_ratio, check_sampler
 
 
 def packed_model(family="qwen3"):
@@ -79,10 +72,10 @@ def test_reward_packing(monkeypatch):
     model.set_attn_implementation("packed")
     examples = pairs()
     rewarded = partial(pack, tokens_per_pack=100, keep_last=True)
-    assert check_reward_packing(RewardScorer(model), examples, rewarded) < 1e-3
+    assert check_packing(RewardScorer(model), examples, rewarded) < 1e-3
     monkeypatch.setattr(attention.PackedMask, "__init__", one_tree(attention.PackedMask.__init__))
     with pytest.raises(VitalSignError, match="a reward of the first batch"):
-        check_reward_packing(RewardScorer(model), examples, rewarded)
+        check_packing(RewardScorer(model), examples, rewarded)
 
 
 def test_the_check_leaves_modes_and_attention_as_they_were():

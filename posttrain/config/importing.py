@@ -150,6 +150,8 @@ def _evaluation(draft: Draft) -> None:
     if best or metric:
         metric = f"eval_{str(metric or 'loss').removeprefix('eval_')}"
         draft.put("checkpoint.best_metric", metric, "metric_for_best_model")
+    if draft.source.system == "trl" and draft.method in ("grpo", "rloo"):
+        draft.rest.setdefault("num_generations_eval", draft.rest["num_generations"])  # TRL's default
     if draft.rest.get("wandb_project"):
         draft.put("tracking.report_to", ["wandb"], "wandb_project")
 

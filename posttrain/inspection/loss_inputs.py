@@ -2,7 +2,7 @@
 batch. The run's own loss comes first; each other loss has the run's settings, or those of `--set`."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,12 +23,13 @@ from posttrain.config.schema.base import SettingsConflict
 from posttrain.config.schema.methods import METHODS, OWN, AnyMethod
 from posttrain.data import Prepared
 from posttrain.environments.trajectory import Trajectory
-from posttrain.rewards.parts import CompletionReward
+from posttrain.rewards.parts import CompletionReward, RewardPart
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.checkpoint import list_checkpoints, verify
 from posttrain.runs.folder import check_run_folder, is_locked, read_facts
 from posttrain.runs.inputs import REFERENCES, START, content_of, models_of, recorded, run_settings
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.receipt import StoredPart
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.training.job import Job, data_of
 from posttrain.training.loop import batch_of, epoch_order
@@ -46,7 +47,8 @@ ONE_UPDATE = {
 FIXED = {
     *ONE_UPDATE,
     *("type", "loss_type", "loss_weights", "divergence"),
-    *("ref_model", "teacher", "teacher_system_prompt", "on_policy_fraction"),
+    *("ref_model", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+    *("teacher", "teacher_system_prompt", "on_policy_fraction"),
     *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
 }
 EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # settings that add rows, unless `--set` is given
@@ -154,7 +156,7 @@ def stored_step(folder: Path, step: int) -> StoredStep:
             row["completion"],
             row["finish_reason"],
             row["version"],
-            CompletionReward(row["reward"]),
+            CompletionReward(row["reward"], tuple(_parts(row["parts"]))),
             trained_tokens(row).tolist(),
             Trajectory.restored(row["turns"], row["tokens"].tolist()) if row.get("turns") else None,
         )
@@ -174,6 +176,12 @@ def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: 
                 f"{folder / 'rollouts.sqlite'}: completion {row['rollout_index']} of prompt {row['prompt_index']} of "
                 f"step {step} is damaged; choose another step"
             )
+
+
+def _parts(stored: Mapping[str, Any]) -> Iterator[RewardPart]:
+    for name, part in stored.items():
+        facts = StoredPart.of(part)
+        yield RewardPart(name, facts.weight, facts.value)
 
 
 def _flat(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:

@@ -38,7 +38,7 @@ from posttrain.runs.files import load_tensors, restore_rng, rng_state
 from posttrain.runs.run import scratch_run
 from posttrain.scoring import Scorer
 from posttrain.training.job import Job
-from posttrain.training.reference import is_reference_free, make_reference, no_reference
+from posttrain.training.reference import TokenReference, is_reference_free, no_reference
 from posttrain.training.state import Saved
 
 GIB = 2**30
@@ -106,7 +106,7 @@ class Bench:
     def _of_rows(self, method: AnyMethod, batch: Rows) -> Loss:
         job, reference = self.job, no_reference
         if not is_reference_free(job.config, method):
-            reference = self._reference(method, lambda: make_reference(job, method, self.scorer, batch.data, None))
+            reference = self._reference(method, lambda: TokenReference(job, method, self.scorer).by_sequence)
         in_order = method.joins_completions and method.kind != "pair" and job.config.behavior_version >= 2
         more = {"previous": [batch.previous, *batch.examples[:-1]]} if in_order else {}
         return Loss(*recipe_of(method).objectives(self._models(method, reference))(batch.examples, **more))

@@ -19,6 +19,7 @@ from posttrain.rewards.parts import RewardInput
 from posttrain.runs.inputs import run_settings
 from posttrain.runs.stored_rollouts import StoredRun, of_trained
 from posttrain.sampler import end_of, to_reward
+from posttrain.training.evaluation import parts_of
 
 SIGN, TO_ZERO, FROM_ZERO, STAYS_ZERO, SAME = "sign", "to 0", "from 0", "stays 0", "same sign"
 
@@ -65,11 +66,11 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
             stored.require(step)
         for number in stored.steps() if step is None else [step]:
             prompts, rows = stored.prompts(number), stored.rollouts(number)
-            graded = rewards([_completion(prompts[row["prompt_index"]], row, tokenizer) for row in rows]).totals
+            graded = rewards([_completion(prompts[row["prompt_index"]], row, tokenizer) for row in rows])
             usable = [
-                (of_trained(row), new)
+                ({**of_trained(row), "parts": parts_of(new)}, new.total)
                 for row, new in zip(rows, graded, strict=True)
-                if row["reward"] is not None and new is not None
+                if row["reward"] is not None and new.total is not None
             ]
             approximate |= not method.regrades_exactly and any(row.get("penalties") is None for row, _ in usable)
             advantages = recipe_of(method).regraded(

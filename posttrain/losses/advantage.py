@@ -91,6 +91,22 @@ def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
     return torch.where(others_S > 0, reward - baseline_S, 0.0).to(reward_S.dtype)
 
 
+def decoupled(reward_SK: Tensor, weight_K: Tensor, group_S: Tensor, *, eps: float) -> Tensor:
+    """GDPO's advantage, which keeps combinations of K rewards apart that have the same sum. [S]. arXiv 2601.05242.
+
+        B_i = Σ_k w_k (r_ik − mean r_k) / (std r_k + ε)     over the group of i
+        A_i = (B_i − mean B) / (std B + ε)                  over all completions
+
+    A reward of NaN does not apply to the completion: it counts neither in the statistics nor in the sum.
+    """
+    sum_S = torch.zeros(len(group_S), dtype=torch.float64)
+    for reward_S, weight in zip(reward_SK.T, weight_K.tolist(), strict=True):
+        known_S = ~reward_S.isnan()
+        own = group_advantages(reward_S[known_S].double(), group_S[known_S], scale_rewards="group", eps=eps)
+        sum_S[known_S] += weight * own
+    return normalized(sum_S, eps=eps).to(reward_SK.dtype)
+
+
 def normalized(advantage: Tensor, *, eps: float) -> Tensor:
     """(A − mean A) / (std A + ε) over all entries; std divides by n − 1. REINFORCE++, arXiv 2501.03262, eq. 5; PPO."""
     wide = advantage.detach().double()

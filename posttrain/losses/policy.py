@@ -27,7 +27,6 @@ Level = Literal["token", "sequence", "product"]
 # or not divided (sums).
 Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length", "sums"]
 LEAST_LOG_W = math.log(1e-8)  # of VESPO's weight, as in its authors' code
-KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
@@ -316,7 +315,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, *, estimator: str) -> Tenso
             return rho**2 / 2
         case "k3":
             return torch.expm1(rho.clamp(max=MAX_EXPONENT)) - rho
-    raise ValueError(f"unknown estimator {estimator!r}: one of {', '.join(KL_ESTIMATORS)}")
+    raise ValueError(f"unknown estimator {estimator!r}: one of k1, k2, k3")
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, completions: int) -> float:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses import MAX_EXPONENT, called, check_vectors, keywords_of, own_loss, smoothed
+from posttrain.losses import MAX_EXPONENT, called, check_vectors, own_loss, smoothed
 
 Score = Callable[[Tensor], Tensor]
 
@@ -229,11 +229,6 @@ class PreferenceLoss:
 
     function: Callable[..., Tensor]
     couples_batch: bool = False
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The settings that the loss reads."""
-        return keywords_of(self.function)
 
 
 LOSSES = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, apo_zero, apo_down, discopop, sft,

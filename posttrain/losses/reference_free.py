@@ -13,7 +13,6 @@ from torch import Tensor
 from posttrain.losses import MAX_EXPONENT, check_vectors, smoothed
 from posttrain.losses.preference import Pairs, preference_metrics
 
-CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 # The losses that compare means per token; the other losses compare sums.
 PER_TOKEN = frozenset({"ipo", "simpo"})
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from posttrain.losses import called, check_vectors, own_loss
 
-UNPAIRED_LOSSES = ("kto", "bco", "apo_zero_unpaired")
-
 
 def unpaired_loss(
     logratio_S: Tensor,

@@ -52,6 +52,12 @@ def own_part(parameter: Tensor) -> Tensor:
     return part.to_local() if is_sharded(part) else parameter  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def own_rows(index: int, size: int, rows: int) -> slice:
+    """This rank's rows of a sharded tensor, as torch.chunk divides them."""
+    each = -(-rows // size)
+    return slice(min(index * each, rows), min((index + 1) * each, rows))
+
+
 def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.base.imports import need
-from posttrain.models.sharding import is_sharded, own_part
+from posttrain.models.sharding import is_sharded, own_part, own_rows
 from posttrain.optim.update import AdamW
 from posttrain.parallel.ranks import Ranks
 
@@ -79,10 +79,7 @@ class ShardedAdamW(AdamW):
         return parameter is not None and is_sharded(parameter)
 
     def rows_of(self, full: str, rows: int) -> slice:
-        if not self.is_part(full):
-            return slice(0, rows)
-        each = -(-rows // self._ranks.size)  # as torch.chunk divides them
-        return slice(min(self._ranks.index * each, rows), min((self._ranks.index + 1) * each, rows))
+        return own_rows(self._ranks.index, self._ranks.size, rows) if self.is_part(full) else slice(0, rows)
 
 
 class AdamWCPUOffload(AdamW):

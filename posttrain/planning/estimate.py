@@ -172,6 +172,10 @@ def _between_steps(
             host += copied
     if holds_reference(config, model):
         parts["reference"] = _reference(config, model, empty, width)
+        if config.method.syncs_reference and width < 4:  # its float32 weights are in CPU memory
+            exact = 4 * parts["reference"] // width
+            parts["reference"] += exact if device.type == "cpu" else 0
+            host += exact if device.type != "cpu" else 0
     elif config.method.refers_to_itself and (continues(config, model) if continued is None else continued):
         parts["reference"] = width * trained  # a frozen copy of the adapter
     if config.devices.strategy == "fsdp" and ranks > 1:

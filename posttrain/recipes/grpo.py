@@ -21,7 +21,7 @@ from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlus
 from posttrain.data import Prepared
 from posttrain.environments.episode import Forest
 from posttrain.losses import keywords_of
-from posttrain.losses.advantage import Turns, group_advantages, leave_one_out, normalized, rewards_to_go
+from posttrain.losses.advantage import Turns, decoupled, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
     LEAST_LOG_W,
     Counts,
@@ -39,15 +39,18 @@ from posttrain.losses.policy import (
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
-from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
+from posttrain.recipes.online import Minibatch, Step, Updates, minibatches, online, reference_of, scored
 from posttrain.rollout import Rollout, RolloutPack, stored_turns
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_ratio
+from posttrain.training.evaluation import parts_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
+from posttrain.training.reference import TokenReference
 
 AnyMethod = GRPOMethod | RLOOMethod | ReinforcePlusPlusMethod
-PolicyGradient = Models[AnyMethod, Scorer, TokenReference]
+PolicyGradient = Models[AnyMethod, Scorer, TokenReference | None]
+Parts = Mapping[str, Mapping[str, Any]]  # of a completion's reward, as stored
 EPS = 1e-4  # added to the standard deviation that divides advantages, as in TRL
 
 
@@ -221,24 +224,33 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
     inside_R = torch.isin(rollout.sequence_R, chosen)
     advantage_R = torch.zeros(rollout.num_tokens)
     penalty_R = advantage_R if step.penalty_R is None else step.penalty_R.cpu()
-    advantage_R[inside_R] = of_tokens(method, rollout.turns(chosen), rollout.group_S[chosen], penalty_R[inside_R])
+    turns, group_S = rollout.turns(chosen), rollout.group_S[chosen]
+    parts = [parts_of(rollout.completions[index].reward) for index in chosen.tolist()]
+    advantage_R[inside_R] = of_tokens(method, turns, group_S, penalty_R[inside_R], parts)
     return advantage_R
 
 
-def of_tokens(method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penalty_N: Tensor) -> Tensor:
+def of_tokens(
+    method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penalty_N: Tensor, parts: Sequence[Parts] = ()
+) -> Tensor:
     """The advantage of each token (N) of completions with these turns.
 
     Each completion's reward, minus the penalties of its tokens, is compared with the rewards of its group. With
     `advantage_level: turn`, what each turn and those after it earn is compared with the same turn of the group's other
     completions: an action is not credited with earlier rewards, and the baseline does not depend on the action. Where
     episodes branch, the comparisons with the group and with the completion's own tree are added (Tree-GRPO, arXiv
-    2509.21240, section 3.3). In
-    REINFORCE++, each token's return is normalised over the step.
+    2509.21240, section 3.3). In REINFORCE++, each token's return is normalised over the step. GDPO normalises the
+    `parts` of each completion's reward one by one.
     """
     if not len(group_S):
         return penalty_N
     if isinstance(method, ReinforcePlusPlusMethod):
         return normalized(rewards_to_go(turns.token_rewards(penalty_N), turns.sequence_N), eps=EPS)
+    if isinstance(method, GRPOMethod) and method.multi_objective_aggregation == "normalize_then_sum":
+        rows = [[part["value"] for part in each.values()] for each in parts]
+        reward_SK = torch.tensor([[math.nan if value is None else value for value in row] for row in rows])
+        weight_K = torch.tensor([part["weight"] for part in parts[0].values()])
+        return decoupled(reward_SK, weight_K, group_S, eps=EPS)[turns.sequence_N]
     if method.advantage_level == "trajectory":
         total_S = turns.totals(penalty_N)
         advantage_S = compared(method, total_S, group_S)
@@ -273,7 +285,7 @@ def regraded(
 ) -> list[float | None]:
     """The mean advantage of each stored completion of a step under these rewards, including those outside the loss.
 
-    None for a completion without trained tokens."""
+    `rollouts` have the parts of these rewards. None for a completion without trained tokens."""
     known = [index for index, row in enumerate(rollouts) if len(row["tokens"])]  # an episode may have no reply
     means: list[float | None] = [None] * len(rollouts)
     if not known:
@@ -282,7 +294,7 @@ def regraded(
     turns = stored_turns(rows, [rewards[index] for index in known])
     penalty_N = torch.cat([_stored_penalty(method, row) for row in rows])
     group_S = torch.tensor([row["prompt_index"] for row in rows])
-    advantage_N = of_tokens(method, turns, group_S, penalty_N).double()
+    advantage_N = of_tokens(method, turns, group_S, penalty_N, [row.get("parts", {}) for row in rows]).double()
     for index, each_N in zip(known, advantage_N.split([len(row["tokens"]) for row in rows]), strict=True):
         means[index] = float(each_N.mean())
     return means

@@ -17,10 +17,10 @@ from posttrain.batch import Example
 from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Prepared
 from posttrain.scoring import RewardScorer, Scorer, ValueScorer
-from posttrain.training.checks import check_packing, check_reward_packing
+from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
-from posttrain.training.reference import PortionsOf, make_reference, whole_sets
+from posttrain.training.reference import PortionsOf, make_reference, token_reference, whole_sets
 from posttrain.training.state import State
 
 Method = TypeVar("Method")
@@ -61,18 +61,18 @@ class Offline:
         policy = job.policy(method.head)
         optimizer = job.optimizer(policy)
         scorer = scorer_of(job, method, policy)
-        reference = make_reference(job, method, scorer, data, portions_of)
-        self.loop = Loop(job, policy, optimizer, data)
+        tokens = token_reference(job, method, scorer)
+        reference = make_reference(job, tokens, data, portions_of)
+        self.loop = Loop(job, policy, optimizer, data, tokens)
         self.models: Models[Any, Any, Any] = Models(job, method, scorer, reference, self.loop.state)
         self.objective_of = objectives(self.models)
         self._evaluation_of = self.objective_of if evaluation is None else evaluation(self.models)
 
     def steps(self, with_previous: bool = False) -> Iterator[list[Example]]:
         """Yield each step's examples from `Loop.evaluated_steps`; the packs of the first step are checked before."""
-        job, scorer, scores_rewards = self.models.job, self.models.scorer, self.models.method.head == "reward"
+        job, scorer = self.models.job, self.models.scorer
         for step, examples in self.loop.evaluated_steps(self._evaluation_of, with_previous):
-            if step == 1 and scores_rewards:
-                check_reward_packing(scorer, examples, partial(job.pack_together, keep_last=True), job.record)
-            elif step == 1:
-                check_packing(scorer, examples, job.pack_together, job.record)
+            if step == 1:
+                pack_of = partial(job.pack_together, keep_last=self.models.method.head == "reward")
+                check_packing(scorer, examples, pack_of, job.record)
             yield examples

@@ -34,13 +34,12 @@ from posttrain.training.checks import Alarms, check_packing, check_sampler, impo
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.reference import token_reference
+from posttrain.training.reference import TokenReference, token_reference
 
 # The columns stored for a completion that is scored, but outside the loss.
 SCORED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties", "old_values", "returns")
 
 ROUNDING = 1e-4  # nats
-TokenReference = Callable[[Pack], Tensor] | None
 Updates = Iterator[tuple[Sequence[Any], Objective[Any]]]  # the packs and the loss of each update of a step
 
 
@@ -300,11 +299,9 @@ def measure_mismatch(job: Job, method: Any, sample: Sampler, step: Step) -> None
         check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine, job.record)
 
 
-def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference:
-    """A function from a pack to the log-probability of each scored token (N) under the reference; None without one."""
-    if not method.has_reference:
-        return None
-    return token_reference(job, method.ref_model, Scorer(policy), job.config.rollout.temperature)[1]
+def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference | None:
+    """The reference of a method, at the temperature of the rollout; None without one."""
+    return token_reference(job, method, Scorer(policy), job.config.rollout.temperature)
 
 
 class Online:
@@ -369,7 +366,7 @@ def online(job: Job, data: Prepared, load_reference: Callable[[Job, Any, nn.Modu
     trained = scorer if method.trains_values else policy
     optimizer = job.optimizer(trained)
     reference = load_reference(job, method, policy)
-    loop = Loop(job, trained, optimizer, data)
+    loop = Loop(job, trained, optimizer, data, reference)
     models = Models(job, method, scorer, reference, loop.state)
     with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
         yield Online(loop, models, sample, store)

@@ -28,14 +28,15 @@ from posttrain.losses.advantage import ReturnScale, Turns, gae, normalized, rewa
 from posttrain.losses.policy import adapted_kl_coef, grpo_clip, kl_penalty, sampling_weights
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
-from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
+from posttrain.recipes.online import Minibatch, Step, Updates, minibatches, online, reference_of, scored
 from posttrain.rollout import Rollout, RolloutPack, stored_turns
 from posttrain.scoring import ValueScorer
 from posttrain.training.checks import check_margins, check_ratio
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
+from posttrain.training.reference import TokenReference
 
-PPO = Models[PPOMethod, ValueScorer, TokenReference]
+PPO = Models[PPOMethod, ValueScorer, TokenReference | None]
 EPS = 1e-8  # added to the standard deviation that divides advantages
 
 

@@ -138,13 +138,6 @@ def check_packing(
     return float(difference_N.amax())
 
 
-def check_reward_packing(
-    scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore
-) -> float:
-    """Check that a pack gives the same rewards as plain calls of the classifier, one sequence at a time."""
-    return check_packing(scorer, examples, pack_of, record)
-
-
 def sequences_of(pack: Pack, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The token ids and targets of each sequence of a pack, from the examples that were packed."""
     groups = dict.fromkeys(pack.groups)

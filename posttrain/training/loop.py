@@ -35,6 +35,7 @@ from posttrain.training.best import Best, prefix_of, set_of
 from posttrain.training.checks import MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation, evaluated_rows
 from posttrain.training.job import Job
+from posttrain.training.reference import TokenReference
 from posttrain.training.saving import Interruption, Saver, Stop
 from posttrain.training.state import State, total_steps
 from posttrain.training.suites import SuiteEvaluation
@@ -49,7 +50,8 @@ ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # from a batch's exam
 class Loop:
     """The training steps of one run over `data.train`."""
 
-    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
+    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, reference: object = None):
+        """`reference`: if it is a `TokenReference` that follows the policy, it is updated and saved."""
         self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
         check_longest(base_of(getattr(policy, "model", policy)).config, longest_sequence(job.config, data))
         self.batch_size = job.config.training.batch_size
@@ -66,6 +68,8 @@ class Loop:
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
+        if isinstance(reference, TokenReference) and reference.weights:
+            self.saver.follower = reference
         self.interruption = Interruption(self._stop, self.saver)
         routed = policy.model if isinstance(policy, ValueScorer) else policy
         self._router_load = RouterLoad(routed)
@@ -178,6 +182,8 @@ class Loop:
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
         state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
+        if self.saver.follower is not None:
+            self.saver.follower.sync(self.optimizer.masters, state.updates - len(made), state.updates)
         self.saver.boundary.mark(state)
         if self._is_logged(step):
             metrics = self._log()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +23,16 @@ from posttrain.base.errors import ModelError, RunError
 from posttrain.base.files import default_cache
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import DistillMethod, RunConfig
-from posttrain.config.schema.base import MethodSettings
+from posttrain.config.schema.base import MethodSettings, ReferenceMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.data.prepare import prompts_with_system
 from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import as_begun
-from posttrain.models.sharding import whole
+from posttrain.models.sharding import at_rest, own_part, own_rows, whole
 from posttrain.rollout import Rollout, RolloutPack
 from posttrain.runs.checkpoint import save_folder, verify
-from posttrain.runs.files import load_tensors, save_tensors
+from posttrain.runs.files import load_parts, load_tensors, save_tensors
 from posttrain.runs.inputs import reference_settings
 from posttrain.scoring import Scorer, scored_states
 from posttrain.training.checks import fingerprints, sequences_of
@@ -55,22 +56,15 @@ class Portion:
 PortionsOf = Callable[[Job, Prepared], Sequence[Portion]]
 
 
-def make_reference(
-    job: Job, method: MethodSettings, policy: Scorer, data: Prepared, portions_of: PortionsOf | None
-) -> Reference:
+def make_reference(job: Job, tokens: TokenReference | None, data: Prepared, portions_of: PortionsOf) -> Reference:
     """The reference that the settings choose. A reference that scores before training scores the portions once and then
-    looks examples up; if `portions_of` is None, every reference scores during training."""
-    if is_reference_free(job.config, method):
+    looks examples up."""
+    if tokens is None:
         return no_reference
-    frozen, score_tokens = token_reference(job, method.reference_path, policy)
-
-    def score(pack: Pack) -> torch.Tensor:
-        return pack.sum_by_sequence(score_tokens(pack))
-
-    scores_before = method.precomputes_reference or (method.avoids_second_model and frozen is not policy)
-    if portions_of is None or not scores_before:
-        return lambda pack, examples: score(pack)
-    key = _key(job, frozen, data)
+    method = tokens.method
+    if not (method.precomputes_reference or (method.avoids_second_model and not tokens.adapted)):
+        return tokens.by_sequence
+    key, score = _key(job, tokens.scorer, data), tokens.by_sequence
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions_of(job, data)]
     keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
     keys_K, first = np.unique(keys, return_index=True)  # ascending
@@ -85,31 +79,76 @@ def make_reference(
     return look_up
 
 
-def token_reference(
-    job: Job, ref_model: str | None, policy: Scorer, temperature: float = 1.0
-) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
-    """The reference, and a function from a pack to the log-probability of each scored token (N), without gradients.
+class TokenReference:
+    """The reference: a function from a pack to the log-probability of each scored token (N), without gradients.
 
-    The reference is another model, or the policy as it was before training: with its adapter off or in its initial
-    state, or a frozen copy.
+    It is another model, or the policy as it was before training: with its adapter off or in its initial state, or a
+    frozen copy. With `sync_ref_model` it follows the policy, and `weights` are its weights by name, which checkpoints
+    save: float32, of sharded weights this rank's parts. `weights` of any other reference is empty.
     """
-    if ref_model is None and is_adapted(policy.model):
-        frozen, adapted = policy, policy.model
-    else:
-        frozen, adapted = Scorer(frozen_model(job, ref_model)), None
-        ours, theirs = (base_of(scorer.model).config.vocab_size for scorer in (policy, frozen))
+
+    FILE = "reference"  # name in a checkpoint, without suffix
+
+    def __init__(self, job: Job, method: MethodSettings, policy: Scorer, temperature: float = 1.0):
+        self.method, self._temperature, path = method, temperature, method.reference_path
+        self.adapted = policy.model if path is None and is_adapted(policy.model) else None
+        self.scorer = policy if self.adapted else Scorer(frozen_model(job, path))
+        ours, theirs = (base_of(scorer.model).config.vocab_size for scorer in (policy, self.scorer))
         if ours != theirs:
             raise ModelError(
-                f"method.ref_model {ref_model} has {theirs} token ids, but the policy has {ours}: use a reference with "
-                "the same vocabulary"
+                f"method.ref_model {path} has {theirs} token ids, but the policy has {ours}: use a reference with the "
+                "same vocabulary"
             )
+        self.weights: dict[str, Tensor] = {}
+        if method.syncs_reference:
+            self._follow(job, policy.model)
 
     @torch.no_grad()
-    def score(pack: Pack) -> torch.Tensor:
-        with as_begun(adapted) if adapted else nullcontext():
-            return frozen(pack, temperature).logprob_N
+    def __call__(self, pack: Pack) -> Tensor:
+        with as_begun(self.adapted) if self.adapted else nullcontext():
+            return self.scorer(pack, self._temperature).logprob_N
 
-    return frozen, score
+    def by_sequence(self, pack: Pack, examples: Sequence[Example] = ()) -> Tensor:
+        """The log-probability of each sequence (S), without gradients."""
+        return pack.sum_by_sequence(self(pack))
+
+    def _follow(self, job: Job, policy: nn.Module) -> None:
+        """Set `weights`: those of the reference, or of the checkpoint."""
+        self._parts = {name: own_part(p).detach() for name, p in self.scorer.model.named_parameters()}
+        ours, theirs = {name: own_part(p).shape for name, p in policy.named_parameters()}, self._parts
+        differ = [n for n in {**ours, **theirs} if n not in theirs or theirs[n].shape != ours.get(n)]
+        if differ:
+            raise ModelError(
+                f"method.sync_ref_model mixes weights of equal shapes, but those of method.ref_model differ from the "
+                f"policy's ({differ[0]}): use a reference of the same architecture, or sync_ref_model: false"
+            )
+        # A mixture in bfloat16 would lose changes below its resolution, so the exact weights are in CPU memory.
+        self.weights = {n: p if p.dtype == torch.float32 else p.to("cpu", torch.float32) for n, p in theirs.items()}
+        if job.checkpoint is not None:
+            index, size = (job.ranks.index, job.ranks.size) if job.is_sharded else (0, 1)
+            saved = load_parts(job.checkpoint, self.FILE, lambda name, rows: own_rows(index, size, rows))
+            for name, weight in self.weights.items():
+                weight.copy_(saved[name])
+                self._parts[name].copy_(weight)
+
+    @torch.no_grad()
+    def sync(self, masters: Mapping[str, Tensor], before: int, updates: int) -> None:
+        """Mix the policy into the reference if, after `before`, the number of the optimizer's updates has reached a
+        multiple of `ref_model_sync_steps`: the soft update of TR-DPO, arXiv 2404.09656."""
+        method = self.method
+        assert isinstance(method, ReferenceMethod)
+        if updates // method.ref_model_sync_steps == before // method.ref_model_sync_steps:
+            return
+        alpha, prefix = method.ref_model_mixup_alpha, "model." if method.trains_values else ""
+        for name, weight in self.weights.items():
+            weight.mul_(1 - alpha).add_(masters[f"{prefix}{name}"].to(weight.device), alpha=alpha)
+            self._parts[name].copy_(weight)
+        at_rest(self.scorer.model)  # what was gathered for the last pass has the old weights
+
+
+def token_reference(job: Job, method: MethodSettings, *scoring: Any) -> TokenReference | None:
+    """The `TokenReference` of a method, from the same arguments; None if it has none."""
+    return None if is_reference_free(job.config, method) else TokenReference(job, method, *scoring)
 
 
 def is_reference_free(config: RunConfig, method: MethodSettings) -> bool:

@@ -36,6 +36,7 @@ from posttrain.runs.rollouts import RolloutStore
 from posttrain.scoring import ValueScorer
 from posttrain.training.checks import check_finite, check_same_weights
 from posttrain.training.job import Job
+from posttrain.training.reference import TokenReference
 from posttrain.training.state import Saved, State
 
 log = logging.getLogger("posttrain")
@@ -187,6 +188,7 @@ class Saver:
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
         self.policy, self._job, self._optimizer, self._data, self._total = policy, job, optimizer, data, total
         self.rollouts: RolloutStore | None = None  # None for methods without rollouts
+        self.follower: TokenReference | None = None  # a reference that follows the policy
         self.boundary = Boundary(optimizer, job.device)
         self._newest = 0  # the step of the last checkpoint
 
@@ -262,19 +264,23 @@ class Saver:
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def _write_optimizer(self, folder: Path | None) -> int:
-        """Write the optimizer's state; with a sharded model, each rank writes its part. Returns the number of tensors.
+        """Write the optimizer's state and the weights of a reference that follows the policy; with a sharded model,
+        each rank writes its parts. Returns the number of the optimizer's tensors.
 
         Only the first rank needs `folder`; the other ranks receive it from the first.
         """
         ranks, tensors = self._job.ranks, self._optimizer.state()
-        if not ranks.in_step:
-            assert folder is not None
-            save_tensors(part_file(folder, OPTIMIZER), tensors)
-            return len(tensors)
-        target = ranks.gather(folder)[0]
-        assert target is not None
         own = {name: value for name, value in tensors.items() if ranks.is_first or self._optimizer.is_part(name)}
-        ranks.together(lambda: save_tensors(part_file(target, OPTIMIZER, ranks.index, ranks.size), own))
+        files = {OPTIMIZER: own} | ({self.follower.FILE: self.follower.weights} if self.follower else {})
+        target = ranks.gather(folder)[0] if ranks.in_step else folder
+        assert target is not None
+        place = (ranks.index, ranks.size) if ranks.in_step else ()
+
+        def write() -> None:
+            for name, values in files.items():
+                save_tensors(part_file(target, name, *place), values)
+
+        ranks.together(write) if ranks.in_step else write()
         return len(tensors)
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from posttrain.config.schema.types import ModelPath, NonNegative, is_own
+from posttrain.config.schema.types import Fraction, ModelPath, NonNegative, Positive, is_own
 
 Conflict = tuple[str, str]  # the field to change (its dotted path), and a message
 Conflicts = Iterator[Conflict]
@@ -169,6 +169,11 @@ class MethodSettings(Settings):
         return self.has_reference and not (self.precomputes_reference or self.avoids_second_model)
 
     @property
+    def syncs_reference(self) -> bool:
+        """Whether the reference follows the policy."""
+        return getattr(self, "sync_ref_model", False)
+
+    @property
     def reference_path(self) -> str | None:
         """Hub id or folder of the reference; None: the model itself before training."""
         return next((getattr(self, name) for name in MODELS if hasattr(self, name)), None)
@@ -206,3 +211,21 @@ RefModel = Annotated[
 Precompute = Annotated[
     bool, Field(description="Compute the reference's log-probabilities before training, and cache them.")
 ]
+
+
+class ReferenceMethod(MethodSettings):
+    """Base of the methods whose reference may follow the policy."""
+
+    ref_model: RefModel = None
+    sync_ref_model: bool = setting(False, "Whether the policy is mixed into the reference at intervals (TR-DPO).")
+    ref_model_mixup_alpha: Fraction = setting(0.6, "Share of the policy in the new reference with sync_ref_model.")
+    ref_model_sync_steps: Positive = setting(512, "Number of optimizer updates between mixtures with sync_ref_model.")
+
+    def check(self) -> Conflicts:
+        yield from super().check()
+        if self.sync_ref_model and not self.scores_reference:
+            without = "is precomputed" if self.has_reference else "is not read: its weight is 0, or it is left out"
+            yield "sync_ref_model", f"mixes the policy into a reference model, but the reference {without}"
+        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+            if not self.sync_ref_model and not self.is_default(name):
+                yield name, "has no effect without sync_ref_model; leave it out"

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from posttrain.config.schema.base import Conflicts, MethodSettings, Precompute, RefModel, setting
+from posttrain.config.schema.base import Conflicts, MethodSettings, Precompute, ReferenceMethod, setting
 from posttrain.config.schema.types import AboveZero, BelowOne, Float, NonNegative, OneOrMore, OrOwn, is_own
 
 PreferenceLoss = Literal[
@@ -92,7 +92,7 @@ class PreferenceMethod(MethodSettings):
     assistant_only_loss: AssistantOnly = False
 
 
-class DPOMethod(PreferenceMethod):
+class DPOMethod(ReferenceMethod, PreferenceMethod):
     """Direct preference optimisation and its variants; `type: ipo` is `dpo` with `loss_type: ipo`."""
 
     learning_rates = (1e-6, 1e-5)
@@ -117,7 +117,6 @@ class DPOMethod(PreferenceMethod):
         False, "Whether the reference's log-probabilities are set to 0; not all losses allow it."
     )
     precompute_ref_log_probs: Precompute = False
-    ref_model: RefModel = None
 
     @property
     def loss_name(self) -> str:
@@ -239,7 +238,7 @@ class SimPOMethod(PreferenceMethod):
     alpha: Float = setting(0.0, "AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
 
 
-class KTOMethod(MethodSettings):
+class KTOMethod(ReferenceMethod):
     """Kahneman-Tversky optimisation: single completions that are labelled desirable or undesirable."""
 
     kind = "unpaired"
@@ -257,13 +256,13 @@ class KTOMethod(MethodSettings):
     desirable_weight: NonNegative = setting(1.0, "Weight of desirable completions, to balance classes of unequal size.")
     undesirable_weight: NonNegative = setting(1.0, "Weight of undesirable completions.")
     precompute_ref_log_probs: Precompute = False
-    ref_model: RefModel = None
 
     @property
     def joins_completions(self) -> bool:
         return self.loss_type == "kto" or is_own(self.loss_type)  # the KL is estimated from other completions
 
     def check(self) -> Conflicts:
+        yield from super().check()
         if self.desirable_weight + self.undesirable_weight <= 0:
             yield "desirable_weight", "and undesirable_weight are both 0; nothing would be trained"
 

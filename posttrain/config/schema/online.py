@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import Conflicts, MethodSettings, RefModel, Settings, setting
+from posttrain.config.schema.base import Conflicts, MethodSettings, ReferenceMethod, Settings, setting
 from posttrain.config.schema.types import (
     AboveZero,
     Float,
@@ -24,6 +24,7 @@ PolicyLossType = Literal[
 ]  # fmt: skip
 RATIO_LOSSES = frozenset(get_args(PolicyLossType)) - {"no_baseline", "reinforce_with_baseline"}
 CLIPPED_LOSSES = RATIO_LOSSES - {"sapo", "vespo"}
+BASELINE_LOSSES = frozenset(get_args(PolicyLossType)) - {"no_baseline"}
 KLEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="Estimator of the KL to the reference.")]
 KLUse = Annotated[
     Literal["loss", "reward"], Field(description="Use of the KL: as a term of the loss, or as a penalty on the reward.")
@@ -78,7 +79,7 @@ class ImportanceSampling(Settings):
             yield "clip_min", f"is {self.clip_min}, not below clip_max, {self.clip_max}"
 
 
-class RewardedMethod(OnlineMethod):
+class RewardedMethod(ReferenceMethod, OnlineMethod):
     """Base of the methods that learn from rewards of their completions."""
 
     needs_rewards = True
@@ -93,7 +94,6 @@ class RewardedMethod(OnlineMethod):
     importance_sampling: ImportanceSampling | None = setting(
         ImportanceSampling(), "Weights pi_trainer / pi_engine of the loss; null: none."
     )
-    ref_model: RefModel = None
 
     def check(self) -> Conflicts:
         yield from super().check()
@@ -159,7 +159,7 @@ class GRPOMethod(PolicyGradientMethod):
         ("epsilon_high", CLIPPED_LOSSES),
         ("delta", CLIPPED_LOSSES - {"cispo"}),
         ("importance_sampling_level", RATIO_LOSSES),
-        ("scale_rewards", frozenset(get_args(PolicyLossType)) - {"no_baseline"}),
+        *((name, BASELINE_LOSSES) for name in ("scale_rewards", "multi_objective_aggregation")),
         *((f"sapo_temperature_{sign}", frozenset({"sapo"})) for sign in ("pos", "neg")),
         *((f"vespo_{name}_{sign}", frozenset({"vespo"})) for name in ("k", "lambda") for sign in ("pos", "neg")),
     )
@@ -168,6 +168,9 @@ class GRPOMethod(PolicyGradientMethod):
     loss_type: OrOwn[PolicyLossType] = setting("grpo", "Policy-gradient loss and its average, or module:function.")
     scale_rewards: Literal["group", "batch", "none"] = setting(
         "group", "Standard deviation that divides advantages: the group's, the step's (batch), or none."
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting(
+        "sum_then_normalize", "Whether rewards are summed and then compared, or each is normalised first (GDPO)."
     )
     importance_sampling_level: Literal["token", "sequence"] | None = setting(
         None, "Level of the ratio to the old policy; null: sequence for gspo and luspo, token for others."
@@ -241,6 +244,9 @@ class GRPOMethod(PolicyGradientMethod):
         yield from super().check()
         yield from self._check_trees()
         yield from self._check_entropy()
+        for name in ("scale_rewards", "kl_in", "advantage_level", "num_trees", "resampling_rounds"):
+            if self.multi_objective_aggregation == "normalize_then_sum" and not self.is_default(name):
+                yield name, "is for sums of rewards, but normalize_then_sum compares each reward alone; leave it out"
         if self.loss_type == "cispo" and self.epsilon_high is not None and not self.is_default("epsilon"):
             yield "epsilon", "is not read by cispo with epsilon_high, which caps the ratio; leave it out"
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "vespo"):

@@ -63,6 +63,8 @@ class RunConfig(Settings):
                     f"models.{index}.load_in_4bit",
                     "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
                 )
+            if self.method.syncs_reference and model.lora is not None:
+                yield "method.sync_ref_model", "mixes all weights, but with model.lora only an adapter is trained"
             yield from self._check_trained_ends(index, model)
         if isinstance(self.method, UnreadMethod):
             return  # what fits it is known when it is imported
