@@ -141,7 +141,8 @@ def _in_terminal(model: str, settings: dict[str, Any]) -> None:
     of_server = {f"--{name.replace('_', '-')}": settings.pop(name) for name in OF_SERVER if name in settings}
     system = settings.pop("system_prompt", None)
     say(f"loading {model} …", error=True)
-    with ModelServer(model, list(chain(*of_server.items()))) as server:
+    server = ModelServer(model, list(chain(*of_server.items())))
+    with server:
         _converse(Talk(server.client, DEFAULTS | settings, system), sys.stdin.isatty())
 
 
