@@ -4,27 +4,31 @@
 
 N counts the targets of the complete step, so packing and gradient accumulation do not change the loss. If messages have
 loss weights, every target has its message's weight, and N is the sum of the weights over the complete step.
-Tokenisation determines which tokens are targets (the completion, assistant turns or all). `loss_type` names a function
-from the log-probabilities to the losses of the tokens: nll, dft, or a user's.
+Tokenisation determines which tokens are targets (the completion, assistant turns or all). `loss_type` names the loss of
+a token: nll (with `label_smoothing_factor`), dft, eaft, or a user's function of the log-probabilities.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack
 from posttrain.config import SFTMethod
+from posttrain.config.schema.offline import TokenLoss
 from posttrain.data import Prepared
-from posttrain.losses import dft, global_mean, nll, own_token_loss
+from posttrain.losses import dft, eaft, global_mean, label_smoothed_nll, nll, own_token_loss
 from posttrain.models.families import base_of
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
-from posttrain.scoring import Scorer
+from posttrain.scoring import Scorer, Scores
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
 from posttrain.training.reference import Reference
+
+TOP = 20  # the K of eaft, as in its paper
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -37,8 +41,9 @@ def train(job: Job, data: Prepared) -> Loop:
 
 def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
     """A function from a batch of examples to its packs and loss."""
-    job, scorer, named = models.job, models.scorer, models.method.loss_type
-    loss_of = {"nll": nll, "dft": dft}.get(named) or own_token_loss(named)
+    job, scorer, method = models.job, models.scorer, models.method
+    loss_of = token_loss(method)
+    top = TOP if method.loss_type == "eaft" else 0 if method.label_smoothing_factor else None
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
@@ -46,10 +51,10 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
 
         def share(pack: Pack):
             pack = pack.to(job.device)
-            with noisy_embeddings(scorer, pack, models.method.neftune_noise_alpha):
-                scores = scorer(pack)
+            with noisy_embeddings(scorer, pack, method.neftune_noise_alpha):
+                scores = scorer(pack, top=top)
             weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)
-            loss = global_mean(loss_of(scores.logprob_N), targets, weight_N)
+            loss = global_mean(loss_of(scores), targets, weight_N)
             return loss, {
                 "entropy": global_mean(scores.entropy_N.detach(), targets, weight_N),
                 "mean_token_accuracy": global_mean(scores.top1_N, targets, weight_N),
@@ -58,6 +63,23 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
         return packs, Objective(share, targets)
 
     return objective_of
+
+
+def token_loss(method: SFTMethod) -> Callable[[Scores], Tensor]:
+    """A function from the scores of targets to their losses (N)."""
+    own = None if method.loss_type in get_args(TokenLoss) else own_token_loss(method.loss_type)
+
+    def loss_of(scores: Scores) -> Tensor:
+        if own is not None:
+            return own(scores.logprob_N)
+        if scores.top_entropy_N is not None:
+            return eaft(scores.logprob_N, scores.top_entropy_N, eaft_alpha=method.eaft_alpha)
+        if scores.mean_N is not None:
+            factor = method.label_smoothing_factor
+            return label_smoothed_nll(scores.logprob_N, scores.mean_N, label_smoothing_factor=factor)
+        return dft(scores.logprob_N) if method.loss_type == "dft" else nll(scores.logprob_N)
+
+    return loss_of
 
 
 @contextmanager
