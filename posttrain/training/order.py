@@ -1,5 +1,5 @@
-"""The rows of each step, by settings, seed and step; with a curriculum also by the rewards so far, which the loop's state
-has. So a resumed run trains on the same rows as an uninterrupted one."""
+"""The rows of each step: a function of the settings, the seed and the step, and with a curriculum of the loop's state. So
+a resumed run trains on the same rows as an uninterrupted one."""
 
 import math
 import zlib
