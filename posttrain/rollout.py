@@ -157,7 +157,8 @@ class Rollout:
     def spread_G(self) -> Tensor:
         """Whether the rewards of each prompt's completions differ."""
         groups = map(self.rewards_of, range(len(self.prompts)))
-        return torch.tensor([len(values) > 1 and bool((values != values[0]).any()) for values in groups])
+        spread = [len(values) > 1 and bool((values != values[0]).any()) for values in groups]
+        return torch.tensor(spread, dtype=torch.bool)
 
     @property
     def all_equal(self) -> bool:

@@ -72,8 +72,8 @@ SYSTEMS: dict[str, str] = {
         reward_model moe_aux_loss_coef max_new_tokens temperature top_p top_k logging_steps save_steps save_total_limit
         eval_strategy eval_steps plot_loss report_to run_name output_dir overwrite_output_dir resume_from_checkpoint
         deepspeed ddp_timeout additional_target disable_shuffling ppo_whiten_rewards ppo_buffer_size pref_bco_weight
-        reward_model_type early_stopping_steps dataloader_num_workers save_only_model use_dft_loss use_eaft_loss eaft_alpha
-        label_smoothing_factor
+        reward_model_type early_stopping_steps dataloader_num_workers save_only_model use_dft_loss use_eaft_loss
+        eaft_alpha label_smoothing_factor
     """,
     "axolotl (`axolotl train`)": """
         base_model model_type tokenizer_type tokenizer_config is_llama_derived_model special_tokens tokens adapter

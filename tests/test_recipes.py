@@ -703,7 +703,7 @@ def test_eaft_weights_tokens_by_the_entropy_of_the_20_largest_logits(shared, alp
     def found(loss_N):
         return loss_N, torch.autograd.grad(loss_N.sum(), head)[0]
 
-    ours = found(token_loss(SFTMethod(loss_type="eaft", eaft_alpha=alpha))(Scorer(model)(packed, top=20)))
+    ours = found(token_loss(SFTMethod(loss_type="eaft", eaft_alpha=alpha), Scorer(model)(packed, top=20)))
     logits = model(ids[None]).logits[0, :-1]
     top = logits.detach().topk(20).values
     p = torch.exp(top - top.logsumexp(-1, keepdim=True))

@@ -274,13 +274,12 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
     most = draft.whole("max_samples")
     file = next((file for folder in folders if (file := folder / "dataset_info.json").is_file()), None)
     infos = read_settings(file).values if file else {}
-    strategy, weights = draft.take("mix_strategy"), words_of(draft.take("interleave_probs"))
-    names = words_of(draft.take("dataset"))
-    if len(names) > 1 and str(strategy).startswith("interleave"):
+    strategy, shares = str(draft.take("mix_strategy")), words_of(draft.take("interleave_probs"))
+    names, weights = words_of(draft.take("dataset")), list[Any]()
+    if len(names) > 1 and strategy.startswith("interleave"):
         draft.put("data.mixing", "interleave", "mix_strategy", "for as many steps as training has")
-    else:
-        weights = []
-    for name, weight in zip_longest(names, weights[: len(names)]):
+        weights = [parse_value(share, "interleave_probs").values["value"] for share in shares[: len(names)]]
+    for name, weight in zip_longest(names, weights):
         info, source = infos.get(name, {}), name
         if not all(isinstance(part, dict) for part in (info, info.get("columns", {}), info.get("tags", {}))):
             raise ConfigError(f"{file}: {name} must be a mapping, with columns and tags that are mappings")
@@ -296,12 +295,7 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
             draft.left[f"dataset {name}"] = f"no dataset_info.json in {where} says its file or hub id"
         rows = min(filter(None, (info.get("num_samples"), most)), default=None)
         layout = _layout(draft, info) if info else {}
-        yield {
-            "source": source,
-            "split": info.get("split"),
-            "max_rows": rows,
-            "weight": weight and parse_value(weight, "interleave_probs").values["value"],
-        } | layout
+        yield {"source": source, "split": info.get("split"), "max_rows": rows, "weight": weight} | layout
         if strange := set(info.get("tags", {}).values()) - set(table("llama-factory")["tags"].split()):
             words = ", ".join(sorted(strange))
             draft.left[f"tags of {name}"] = f"{words}: rename them in the data, e.g. to role, content, user"

@@ -332,14 +332,10 @@ def _mixed(trained: np.ndarray, whole: Loaded, mixing: str, seed: int) -> np.nda
     sources, out = whole.examples(indices).sources, []
     for number, part in enumerate(whole.parts):
         own = indices[sources == number]
-        if mixing == "interleave":
-            if not len(own):
-                raise DataError(
-                    f"data.source: {part.source} has no row to train on, so it cannot be interleaved: remove it"
-                )
-            out.append(own)
-            continue
-        times, share = int(part.weight), part.weight % 1
+        if mixing == "interleave" and not len(own):
+            raise DataError(f"data.source: {part.source} has no row to train on, so it cannot be interleaved")
+        weight = 1.0 if mixing == "interleave" else part.weight
+        times, share = int(weight), weight % 1
         rng = np.random.default_rng([seed, zlib.crc32(b"weight"), number])
         extra = np.sort(rng.permutation(own)[: round(share * len(own))])
         out += [*[own] * times, extra]

@@ -213,12 +213,8 @@ class Dataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"there is no example {index}: the data set has {len(self)}")
         row, *columns = map(int, self.view[index])
-        example = self._example(self._table, row, columns)
-        return (
-            example
-            if len(self._table.ends) == 1
-            else replace(example, source=int(np.searchsorted(self._table.ends, row, side="right")))
-        )
+        source = int(np.searchsorted(self._table.ends, row, side="right")) if len(self._table.ends) > 1 else None
+        return replace(self._example(self._table, row, columns), source=source)
 
     @property
     def longest(self) -> int:

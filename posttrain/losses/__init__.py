@@ -47,7 +47,7 @@ def dft(logprob_N: Tensor) -> Tensor:
     return nll(logprob_N) * logprob_N.detach().exp()
 
 
-def eaft(logprob_N: Tensor, top_entropy_N: Tensor, *, eaft_alpha: float) -> Tensor:
+def eaft(logprob_N: Tensor, top_entropy_N: Tensor, eaft_alpha: float) -> Tensor:
     """−(H_K / log K)^α log p [N], with H_K the entropy of the K most likely tokens, detached (`Scores.top_entropy_N`).
     EAFT, arXiv 2601.02151.
 
@@ -57,7 +57,7 @@ def eaft(logprob_N: Tensor, top_entropy_N: Tensor, *, eaft_alpha: float) -> Tens
     return nll(logprob_N) * top_entropy_N.detach() ** eaft_alpha
 
 
-def label_smoothed_nll(logprob_N: Tensor, mean_N: Tensor, *, label_smoothing_factor: float) -> Tensor:
+def label_smoothed_nll(logprob_N: Tensor, mean_N: Tensor, label_smoothing_factor: float) -> Tensor:
     """−(1 − ε) log p(target) − ε mean over the vocabulary of log p [N], as transformers' LabelSmoother: the
     cross-entropy with targets of which a share ε is uniform. arXiv 1512.00567, section 7."""
     return (1 - label_smoothing_factor) * nll(logprob_N) - label_smoothing_factor * mean_N

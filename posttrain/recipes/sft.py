@@ -8,16 +8,14 @@ Tokenisation determines which tokens are targets (the completion, assistant turn
 a token: nll (with `label_smoothing_factor`), dft, eaft, or a user's function of the log-probabilities.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack
 from posttrain.config import SFTMethod
-from posttrain.config.schema.offline import TokenLoss
 from posttrain.data import Prepared
 from posttrain.losses import dft, eaft, global_mean, label_smoothed_nll, nll, own_token_loss
 from posttrain.models.families import base_of
@@ -42,7 +40,6 @@ def train(job: Job, data: Prepared) -> Loop:
 def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
     """A function from a batch of examples to its packs and loss."""
     job, scorer, method = models.job, models.scorer, models.method
-    loss_of = token_loss(method)
     names = job.config.data.source_names
     top = TOP if method.loss_type == "eaft" else 0 if method.label_smoothing_factor else None
 
@@ -58,7 +55,7 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
             with noisy_embeddings(scorer, pack, method.neftune_noise_alpha):
                 scores = scorer(pack, top=top)
             weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)
-            loss_N = loss_of(scores)
+            loss_N = token_loss(method, scores)
             metrics = {name: global_mean(loss_N.detach(), counts[name], own[name].to(job.device)) for name in own}
             return global_mean(loss_N, targets, weight_N), metrics | {
                 "entropy": global_mean(scores.entropy_N.detach(), targets, weight_N),
@@ -81,21 +78,14 @@ def by_source(pack: Pack, examples: Sequence[Example], names: Sequence[str]) -> 
     }
 
 
-def token_loss(method: SFTMethod) -> Callable[[Scores], Tensor]:
-    """A function from the scores of targets to their losses (N)."""
-    own = None if method.loss_type in get_args(TokenLoss) else own_token_loss(method.loss_type)
-
-    def loss_of(scores: Scores) -> Tensor:
-        if own is not None:
-            return own(scores.logprob_N)
-        if scores.top_entropy_N is not None:
-            return eaft(scores.logprob_N, scores.top_entropy_N, eaft_alpha=method.eaft_alpha)
-        if scores.mean_N is not None:
-            factor = method.label_smoothing_factor
-            return label_smoothed_nll(scores.logprob_N, scores.mean_N, label_smoothing_factor=factor)
-        return dft(scores.logprob_N) if method.loss_type == "dft" else nll(scores.logprob_N)
-
-    return loss_of
+def token_loss(method: SFTMethod, scores: Scores) -> Tensor:
+    """The loss of each target (N)."""
+    if scores.top_entropy_N is not None:
+        return eaft(scores.logprob_N, scores.top_entropy_N, method.eaft_alpha)
+    if scores.mean_N is not None:
+        return label_smoothed_nll(scores.logprob_N, scores.mean_N, method.label_smoothing_factor)
+    loss_of = {"nll": nll, "dft": dft}.get(method.loss_type) or own_token_loss(method.loss_type)
+    return loss_of(scores.logprob_N)
 
 
 @contextmanager

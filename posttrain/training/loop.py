@@ -2,7 +2,7 @@
 
 A recipe owns the `for` loop and calls `update` and `evaluate`; `Loop` yields the examples of each step, and logs, saves
 and stops according to the settings. A checkpoint contains everything that determines the next step, so a resumed run
-continues bit for bit: so are the order of the data (training/order.py) and the learning rate functions of it.
+continues bit for bit. The order of the data is in training/order.py; the learning rate is a function of the step.
 Learning-rate schedules have the names and values of transformers.
 """
 
@@ -65,7 +65,6 @@ class Loop:
         self._stop = Stop()
         self._rows = np.empty(0, int)  # the current step's rows
         self._order: tuple[int, np.ndarray] | None = None
-        self.resting: Resting | None = None
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
         self.interruption = Interruption(self._stop, self.saver)
@@ -80,8 +79,8 @@ class Loop:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
             report_schedule_change(job.config, self.peak_rate, self.state.step, total, self.total)
-        if (curriculum := getattr(job.config.method, "curriculum", None)) is not None:
-            self.resting = Resting(job.config, curriculum, data.train, self.state)
+        curriculum = getattr(job.config.method, "curriculum", None)
+        self.resting = None if curriculum is None else Resting(job.config, curriculum, data.train, self.state)
         self.saver.boundary.mark(self.state)
         job.run.on_failure(self.saver.save_after)
         self.progress = TrainingProgress(

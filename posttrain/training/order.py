@@ -1,5 +1,4 @@
-"""The rows of each step: a function of the settings, the seed and the step, and with a curriculum of the loop's state. So
-a resumed run trains on the same rows as an uninterrupted one."""
+"""The rows of each step: a function of the settings, the seed and the step; with a curriculum also of the loop's state."""
 
 import math
 import zlib
@@ -28,18 +27,14 @@ def epoch_order(config: RunConfig, train: Dataset, epoch: int) -> np.ndarray:
 
 def batch_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
     """The epoch of step `step` (the first step is 1), and the slice of the epoch's order that is the step's batch."""
-    size = config.training.batch_size
-    mixed = config.data.mixing == "interleave"
+    size, mixed = config.training.batch_size, config.data.mixing == "interleave"
     epoch, batch = (0, step - 1) if mixed else divmod(step - 1, math.ceil(rows / size))
     return epoch, slice(batch * size, (batch + 1) * size)
 
 
 def _interleaved(config: RunConfig, train: Dataset) -> np.ndarray:
     """The rows of all steps. The source of each is sampled with probabilities proportional to the weights; the row is
-    the source's next one, in an order that is new for every pass over the source.
-
-    A run with more steps begins with the same rows.
-    """
+    the source's next one, in an order that is new for every pass. A run with more steps begins with the same rows."""
     source, count = train.sources, total_steps(config, len(train)) * config.training.batch_size
     present = np.unique(source)
     weights = np.array([part.weight for part in parts_of(config.data)])[present]
@@ -81,11 +76,8 @@ class Resting:
         return np.array(state.queue[:size])
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Decide, after a step, which of its prompts rest. A prompt without rewards does not rest.
-
-        Returns metrics: the shares of the step's prompts that are easy and hard, and the number of all prompts that
-        rest in the next epoch.
-        """
+        """Decide, after a step, which of its prompts rest; one without rewards does not. Returns metrics: the shares of
+        easy and hard prompts in the step, and the number of all prompts that rest in the next epoch."""
         state, settings, size = self._state, self._settings, len(rollout.prompts)
         sampled, state.queue, following = state.queue[:size], state.queue[size:], state.epoch + 1
         mean_G = np.array([rollout.rewards_of(group).mean().item() for group in range(size)])  # NaN without rewards
@@ -93,8 +85,5 @@ class Resting:
         awake_from = np.array(state.awake_from)
         awake_from[sampled] = following + settings.rest_epochs * (easy_G | hard_G)
         state.awake_from = awake_from.tolist()
-        return {
-            "curriculum/easy": float(easy_G.mean()),
-            "curriculum/hard": float(hard_G.mean()),
-            "curriculum/resting": float((awake_from > following).sum()),
-        }
+        numbers = {"easy": easy_G.mean(), "hard": hard_G.mean(), "resting": (awake_from > following).sum()}
+        return {f"curriculum/{name}": float(number) for name, number in numbers.items()}
