@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +273,8 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
     most = draft.whole("max_samples")
     file = next((file for folder in folders if (file := folder / "dataset_info.json").is_file()), None)
     infos = read_settings(file).values if file else {}
-    strategy, shares = str(draft.take("mix_strategy")), words_of(draft.take("interleave_probs"))
-    names, weights = words_of(draft.take("dataset")), list[Any]()
-    if len(names) > 1 and strategy.startswith("interleave"):
-        draft.put("data.mixing", "interleave", "mix_strategy", "for as many steps as training has")
-        weights = [parse_value(share, "interleave_probs").values["value"] for share in shares[: len(names)]]
-    for name, weight in zip_longest(names, weights):
+    names = draft.take("dataset") or []
+    for name in map(str.strip, map(str, names) if isinstance(names, list) else str(names).split(",")):
         info, source = infos.get(name, {}), name
         if not all(isinstance(part, dict) for part in (info, info.get("columns", {}), info.get("tags", {}))):
             raise ConfigError(f"{file}: {name} must be a mapping, with columns and tags that are mappings")
@@ -295,16 +290,10 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
             draft.left[f"dataset {name}"] = f"no dataset_info.json in {where} says its file or hub id"
         rows = min(filter(None, (info.get("num_samples"), most)), default=None)
         layout = _layout(draft, info) if info else {}
-        yield {"source": source, "split": info.get("split"), "max_rows": rows, "weight": weight} | layout
+        yield {"source": source, "split": info.get("split"), "max_rows": rows} | layout
         if strange := set(info.get("tags", {}).values()) - set(table("llama-factory")["tags"].split()):
             words = ", ".join(sorted(strange))
             draft.left[f"tags of {name}"] = f"{words}: rename them in the data, e.g. to role, content, user"
-
-
-def words_of(value: Any) -> list[str]:
-    """The words of a list, or of a string with commas."""
-    words = value if isinstance(value, list) else str(value or "").split(",")
-    return [word for word in (str(word).strip() for word in words) if word]
 
 
 def _layout(draft: Draft, info: dict[str, Any]) -> Entry:

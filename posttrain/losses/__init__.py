@@ -48,11 +48,9 @@ def dft(logprob_N: Tensor) -> Tensor:
 
 
 def eaft(logprob_N: Tensor, top_entropy_N: Tensor, eaft_alpha: float) -> Tensor:
-    """−(H_K / log K)^α log p [N], with H_K the entropy of the K most likely tokens, detached (`Scores.top_entropy_N`).
-    EAFT, arXiv 2601.02151.
+    """−(H / log K)^α log p [N], with H the entropy of the K most likely tokens, detached. EAFT, arXiv 2601.02151.
 
-    Where the model is certain of another token than the target, learning the target would change it most; such a
-    token's weight is small.
+    Where the model is certain of another token than the target, learning the target would change it most.
     """
     return nll(logprob_N) * top_entropy_N.detach() ** eaft_alpha
 

@@ -1,4 +1,4 @@
-"""The rows of each step: a function of the settings, the seed and the step; with a curriculum also of the loop's state."""
+"""The rows of each step, by the settings, the seed and the step; with a curriculum, also by the loop's state."""
 
 import math
 import zlib
@@ -52,12 +52,8 @@ def _interleaved(config: RunConfig, train: Dataset) -> np.ndarray:
 
 
 class Resting:
-    """The prompts of a run with `method.curriculum`. A prompt whose completions have a mean reward of at least
-    `easy_threshold` or at most `hard_threshold` rests for `rest_epochs` epochs, and is then sampled again.
-
-    An epoch samples every prompt that does not rest once. If these do not fill its last batch, the prompts that would
-    return first are added, so that there are always prompts to sample.
-    """
+    """The prompts of a run with `method.curriculum`. An epoch samples every prompt that does not rest once. If these do
+    not fill its last batch, those that would return first are added, so that there are always prompts to sample."""
 
     def __init__(self, config: RunConfig, settings: Curriculum, train: Dataset, state: State):
         self._config, self._settings, self._train, self._state = config, settings, train, state
