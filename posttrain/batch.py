@@ -61,6 +61,7 @@ class Example:
     tie: bool = False  # reward models: neither completion is better
     label: bool | None = None  # KTO: whether the completion is desirable
     facts: Mapping[str, Any] | None = None  # online methods: `prompt` as in the data, `answer`, the row's `columns`
+    source: int | None = None  # index of the row's source in a list of several sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,13 +150,15 @@ class Rollout:
         some = [self.completions[index] for index in chosen.tolist()]
         return turns_of([each.episode for each in some], self.reward_S[chosen], self.length_S[chosen])
 
+    def rewards_of(self, group: int) -> Tensor:
+        """The rewards of a prompt's completions, of those that have one."""
+        return self.reward_S[(self.group_S == group) & self.has_reward_S]
+
     def spread_G(self) -> Tensor:
         """Whether the rewards of each prompt's completions differ."""
-        spread = torch.zeros(len(self.prompts), dtype=torch.bool)
-        for group in range(len(self.prompts)):
-            values = self.reward_S[(self.group_S == group) & self.has_reward_S]
-            spread[group] = len(values) > 1 and bool((values != values[0]).any())
-        return spread
+        groups = map(self.rewards_of, range(len(self.prompts)))
+        spread = [len(values) > 1 and bool((values != values[0]).any()) for values in groups]
+        return torch.tensor(spread, dtype=torch.bool)
 
     @property
     def all_equal(self) -> bool:

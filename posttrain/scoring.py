@@ -6,8 +6,9 @@ ever created, and prompt tokens never pass through the head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,8 @@ class Scores:
     logprob_N: torch.Tensor  # nats
     entropy_N: torch.Tensor  # nats, of the full next-token distribution
     top1_N: torch.Tensor  # 1 where the target is the most likely token; no gradient
+    mean_N: torch.Tensor | None = None  # on request: mean log-probability over the vocabulary, nats
+    top_entropy_N: torch.Tensor | None = None  # on request: entropy of the k largest logits / log k; no gradient
 
 
 class Scorer(nn.Module):
@@ -58,8 +61,9 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, pack: Pack, temperature: float = 1.0) -> Scores:
-        return scores_in(pack, self.model, scored_states(self.model, pack), temperature)
+    def forward(self, pack: Pack, temperature: float = 1.0, top: int | None = None) -> Scores:
+        """Return the scores; with `top` also `mean_N`, and with `top` above 0 `top_entropy_N` of so many logits."""
+        return scores_in(pack, self.model, scored_states(self.model, pack), temperature, top)
 
 
 class ValueScorer(nn.Module):
@@ -198,25 +202,30 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
     return out.last_hidden_state[owner, pack.position_T[index]]
 
 
-def scores_in(pack: Pack, model: nn.Module, hidden_N: torch.Tensor, temperature: float) -> Scores:
+def scores_in(
+    pack: Pack, model: nn.Module, hidden_N: torch.Tensor, temperature: float, top: int | None = None
+) -> Scores:
     """Return the scores of a pack's targets. Where several sequences go through the same trained tokens, as episodes do
     that branch, the head computes each of these once; on a GPU, to look for them would wait for the device."""
     if hidden_N.device.type != "cpu" or len(pack.read_U) > SHARED * len(pack.target_N):
-        return scores_of(model, hidden_N, pack.target_N, temperature)
+        return scores_of(model, hidden_N, pack.target_N, temperature, top)
     vocabulary, index_N = len(head_of(model)[0].weight), torch.arange(len(hidden_N), device=hidden_N.device)
     pair_P, of_N = (pack.where_N * vocabulary + pack.target_N).unique(return_inverse=True)
     first_P = torch.empty_like(pair_P).scatter_(0, of_N, index_N)
-    once = scores_of(model, nn.functional.embedding(first_P, hidden_N), pair_P % vocabulary, temperature)
-    parts = (once.logprob_N, once.entropy_N, once.top1_N)
-    return Scores(*(nn.functional.embedding(of_N, part[:, None]).squeeze(1) for part in parts))
+    once = scores_of(model, nn.functional.embedding(first_P, hidden_N), pair_P % vocabulary, temperature, top)
+    parts: list[Any] = [getattr(once, field.name) for field in fields(once)]
+    parts = [part if part is None else nn.functional.embedding(of_N, part[:, None]).squeeze(1) for part in parts]
+    return Scores(*parts)
 
 
-def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
-    """Return the scores of targets, from the hidden states (N, D) that predict them."""
+def scores_of(
+    model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float, top: int | None = None
+) -> Scores:
+    """Return the scores of targets, from the hidden states (N, D) that predict them. No kernel has those of `top`."""
     head, scale, cap = head_of(model)
     weight = head.weight  # read once: with new tokens, PEFT merges it at every access
-    fused = uses_triton(base_of(model), weight)
-    return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused))
+    fused = uses_triton(base_of(model), weight) and top is None
+    return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused, top))
 
 
 def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,25 +241,29 @@ def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
 class ChunkedScores(torch.autograd.Function):
     """log softmax(cap(h W^T + b) / temperature)[target], the softmax's entropy, and whether the target is its mode.
 
+    With `top`, also the mean log-probability of all V tokens, and the entropy of the `top` largest logits (None if 0).
+
     Rows are computed one chunk at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves two
     numbers per row: the log of the softmax's denominator, and the entropy. Backward recomputes each chunk's logits:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
+        d mean / d logits = 1 / V - p
     All sums, including those of the logits, run in float32 whatever the model's dtype.
     """
 
     @staticmethod
-    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap, fused=False):
+    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap, fused=False, top=None):
         ctx.temperature, ctx.softcap, ctx.fused = temperature, softcap, fused
         parts = hidden_N, weight, bias, target_N, temperature, softcap
-        log_z_N, logprob_N, entropy_N, top1_N = _triton().scores(*parts) if fused else _scores(*parts)
+        log_z_N, *results = _triton().scores(*parts) if fused else _scores(*parts, top)
+        _, entropy_N, top1_N, *more = results
         ctx.save_for_backward(hidden_N, weight, bias, target_N, log_z_N, entropy_N)
-        ctx.mark_non_differentiable(top1_N)
+        ctx.mark_non_differentiable(top1_N, *(x for x in more[1:] if x is not None))
         ctx.set_materialize_grads(False)
-        return logprob_N, entropy_N, top1_N
+        return tuple(results)
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        grad_logprob_N, grad_entropy_N, _ = grad_outputs
+        grad_logprob_N, grad_entropy_N, grad_mean_N = (*grad_outputs[:2], *grad_outputs[3:4], None)[:3]
         hidden_N, weight, bias, target_N, log_z_N, entropy_N = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
@@ -263,18 +276,10 @@ class ChunkedScores(torch.autograd.Function):
             factor, gradient = float32_weight(weight), _logits_gradient
             chunks = _chunks(len(target_N), weight, row_step(factor))
         for rows in chunks:
-            grad_logits = gradient(
-                hidden_N[rows],
-                factor,
-                bias,
-                target_N[rows],
-                log_z_N[rows],
-                entropy_N[rows],
-                None if grad_logprob_N is None else grad_logprob_N[rows],
-                None if grad_entropy_N is None else grad_entropy_N[rows],
-                ctx.temperature,
-                ctx.softcap,
-            )
+            given = target_N, log_z_N, entropy_N, grad_logprob_N, grad_entropy_N
+            parts = [values if values is None else values[rows] for values in given]
+            parts = [hidden_N[rows], factor, bias, *parts, ctx.temperature, ctx.softcap]
+            grad_logits = gradient(*parts, *([] if grad_mean_N is None else [grad_mean_N[rows]]))
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             grad_logits = grad_logits.to(weight.dtype)
@@ -287,13 +292,14 @@ class ChunkedScores(torch.autograd.Function):
                     grad_weight += grad_logits.t() @ hidden_N[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden_N, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden_N, grad_weight, grad_bias, *[None] * 5
 
 
-def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
-    """Return the log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode."""
-    size = len(target_N)
-    log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
+def _scores(hidden_N, weight, bias, target_N, temperature, softcap, top=None):
+    """Return the log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode; with
+    `top` also the mean log-probability and the top logits' entropy."""
+    size, top_k = len(target_N), min(top or 0, len(weight))
+    log_z_N, logprob_N, entropy_N, top1_N, mean_N, top_entropy_N = hidden_N.new_empty(6, size, dtype=torch.float32)
     wide = float32_weight(weight)
     for rows in _chunks(size, weight, row_step(wide)):
         logits, _ = logits_of(hidden_N[rows], wide, bias, temperature, softcap)
@@ -307,21 +313,30 @@ def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
         entropy_N[rows] = log_z - torch.linalg.vecdot(p, logits) / z
         top1_N[rows] = (chosen == 0).float()
         log_z_N[rows] = log_z + highest
-    return log_z_N, logprob_N, entropy_N, top1_N
+        if top is not None:
+            mean_N[rows] = logits.mean(-1) - log_z
+        if top_k:
+            log_p = logits.topk(top_k).values.log_softmax(-1)
+            top_entropy_N[rows] = -torch.linalg.vecdot(log_p.exp(), log_p) / math.log(top_k)
+    more = () if top is None else (mean_N, top_entropy_N if top_k else None)
+    return log_z_N, logprob_N, entropy_N, top1_N, *more
 
 
 def _logits_gradient(
-    hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap
+    hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap, grad_mean=None
 ) -> torch.Tensor:
-    """Return one chunk's gradient with respect to h W^T + b, float32. `grad_logprob` or `grad_entropy` may be None."""
+    """Return one chunk's gradient with respect to h W^T + b, float32. All gradients but one may be None."""
     logits, capped = logits_of(hidden, weight, bias, temperature, softcap)
     log_p = logits.sub_(log_z[:, None])
+    of_p: Any = grad_mean if grad_logprob is None else grad_logprob if grad_mean is None else grad_logprob + grad_mean
     if grad_entropy is None:
-        grad_logits = log_p.exp_().mul_(-grad_logprob[:, None])
+        grad_logits = log_p.exp_().mul_(-of_p[:, None])
     else:
         grad_logits = -log_p.exp() * grad_entropy[:, None] * (log_p + entropy[:, None])
-        if grad_logprob is not None:
-            grad_logits -= log_p.exp_() * grad_logprob[:, None]
+        if of_p is not None:
+            grad_logits -= log_p.exp_() * of_p[:, None]
+    if grad_mean is not None:
+        grad_logits += grad_mean[:, None] / len(weight)
     if grad_logprob is not None:
         at = target[:, None]
         grad_logits.scatter_(1, at, grad_logits.gather(1, at) + grad_logprob[:, None])

@@ -72,7 +72,8 @@ SYSTEMS: dict[str, str] = {
         reward_model moe_aux_loss_coef max_new_tokens temperature top_p top_k logging_steps save_steps save_total_limit
         eval_strategy eval_steps plot_loss report_to run_name output_dir overwrite_output_dir resume_from_checkpoint
         deepspeed ddp_timeout additional_target disable_shuffling ppo_whiten_rewards ppo_buffer_size pref_bco_weight
-        reward_model_type early_stopping_steps dataloader_num_workers save_only_model
+        reward_model_type early_stopping_steps dataloader_num_workers save_only_model use_dft_loss use_eaft_loss
+        eaft_alpha label_smoothing_factor
     """,
     "axolotl (`axolotl train`)": """
         base_model model_type tokenizer_type tokenizer_config is_llama_derived_model special_tokens tokens adapter
@@ -85,7 +86,8 @@ SYSTEMS: dict[str, str] = {
         xformers_attention eager_attention flex_attention loss_watchdog_threshold loss_watchdog_patience rl rl_beta
         orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight reward_model evals_per_epoch
         saves_per_epoch save_steps eval_steps save_total_limit save_safetensors early_stopping_patience logging_steps
-        wandb_project wandb_name output_dir seed resume_from_checkpoint hub_model_id deepspeed fsdp
+        wandb_project wandb_name output_dir seed resume_from_checkpoint hub_model_id deepspeed fsdp use_eaft eaft_alpha
+        eaft_k
     """,
     "A preference-optimisation pipeline (`src/train.py --config`)": """
         config huggingface_id trust_remote_code dataset subset split prompt_column chosen_column rejected_column

@@ -4,6 +4,7 @@ Weights are scaled up after random initialisation, so that attention is far from
 the usual small initialisation a wrong mask hides below the tolerance.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -203,6 +204,36 @@ def test_chunked_scores_equal_full_logits(monkeypatch, softcap, chunk):
         got_grad = torch.autograd.grad((a * value).sum(), (hidden, weight, bias), retain_graph=True)
         want_grad = torch.autograd.grad((a * want_value).sum(), (hidden, weight, bias), retain_graph=True)
         torch.testing.assert_close(got_grad, want_grad, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("top", [0, 5, 2 * VOCAB])
+def test_requested_scores_equal_full_logits(monkeypatch, softcap, top):
+    """The mean log-probability of the vocabulary, with all gradients beside the others', and the entropy of the largest
+    logits, of all of them if the vocabulary has fewer."""
+    monkeypatch.setitem(scoring.CHUNK_ELEMENTS, "cpu", 7 * VOCAB)
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, requires_grad=True) for size in ((40, 16), (VOCAB, 16), (VOCAB,))]
+    hidden, weight, bias = inputs
+    target, a_3N = torch.randint(VOCAB, (40,)), torch.randn(3, 40)
+    logits = hidden @ weight.T + bias
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.6
+    log_p = logits.log_softmax(-1)
+    want = log_p.gather(1, target[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1), log_p.sum(-1) / VOCAB
+    logprob, entropy, _, mean, top_entropy = ChunkedScores.apply(hidden, weight, bias, target, 0.6, softcap, False, top)
+    for parts in ((0, 1, 2), (0, 2), (1, 2), (2,)):
+        found = []
+        for scores in ((logprob, entropy, mean), want):
+            loss = torch.stack([(a_3N[part] * scores[part]).sum() for part in parts]).sum()
+            found.append([scores[2], *torch.autograd.grad(loss, inputs, retain_graph=True)])
+        torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+    if top == 0:
+        assert top_entropy is None
+        return
+    count = min(top, VOCAB)
+    p = logits.sort(descending=True).values[:, :count].softmax(-1)
+    torch.testing.assert_close(top_entropy, (-(p * p.log()).sum(-1) / math.log(count)).detach(), rtol=1e-5, atol=1e-5)
+    assert not top_entropy.requires_grad
 
 
 @pytest.mark.parametrize("window", [None, 5])

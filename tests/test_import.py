@@ -441,6 +441,18 @@ def test_data_sets_of_llama_factory_with_several_layouts(infos, tmp_path, datase
         assert said.startswith("data.columns is for all data sets") and expected in said
 
 
+def test_mixtures_and_losses_of_llama_factory(infos, tmp_path):
+    sets = {"stage": "sft", "dataset": "alpaca_en_demo, identity", "pref_loss": None, "val_size": 0}
+    draft = llama(**sets, use_eaft_loss=True, eaft_alpha=2, mix_strategy="interleave_under", interleave_probs="0.7,0.3")
+    config = loaded(draft, tmp_path)
+    assert (config.data.mixing, config.method.loss_type, config.method.eaft_alpha) == ("interleave", "eaft", 2)
+    assert draft.left["interleave_probs"].startswith("give each entry of data.source its weight")
+    assert not draft.left.keys() & {"use_eaft_loss", "mix_strategy"}
+    alone = llama(**sets | {"dataset": "identity"}, mix_strategy="interleave_over", use_dft_loss=True)
+    assert alone.settings["method.loss_type"] == "dft" and "needs several sources" in alone.left["mix_strategy"]
+    assert llama(**sets, mix_strategy="concat").settings["data.mixing"] == "repeat"
+
+
 def test_pairs_of_llama_factory_in_several_layouts(infos, tmp_path):
     """Conversations under `messages` with chosen and rejected would be read without their prompt."""
     described = INFO | {"own": INFO["dpo_en_demo"] | {"columns": {"messages": "messages"}, "file_name": "own.json"}}

@@ -19,7 +19,7 @@ from posttrain.data import prepare_run
 from posttrain.losses.unpaired import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.kto import advise_on_weights, keep_other, with_other_completions
-from posttrain.training.loop import epoch_order
+from posttrain.training.order import epoch_order
 
 SETTINGS = {"beta": 0.5, "shift": 0.25, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 LOGRATIO, DESIRABLE = [2.0, -1.0, 0.5, -3.0], [True, True, False, False]
@@ -198,7 +198,7 @@ def test_the_mismatched_completion_is_that_of_the_example_before(tmp_path, share
 
     expected = []
     for epoch in (0, 1):
-        order = [data.train[int(row)] for row in epoch_order(config, 7, epoch)]
+        order = [data.train[int(row)] for row in epoch_order(config, data.train, epoch)]
         expected += [kl(order[:6], [order[6], *order[:5]]), kl(order[6:], [order[5]])]
     assert metrics(folder, "kl") == pytest.approx(expected, abs=2e-3) and max(expected) > 0.05
     losses = metrics(folder, "loss")

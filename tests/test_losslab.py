@@ -278,7 +278,7 @@ def test_the_losses_that_fit():
     assert len(labels(DPOMethod())) == 22 and labels(DPOMethod(loss_type=("ipo", "sft")))[0] == "ipo+sft"
     assert labels(SimPOMethod())[0] == "simpo" and len(labels(SimPOMethod())) == 22
     assert labels(KTOMethod(loss_type="bco")) == ["bco", "kto", "apo_zero_unpaired"]
-    assert labels(SFTMethod()) == ["nll", "dft"] and len(labels(RewardMethod())) == 2
+    assert labels(SFTMethod()) == ["nll", "dft", "eaft"] and len(labels(RewardMethod())) == 2
     teacher = DistillMethod(teacher="x", divergence="forward_kl")
     assert labels(teacher) == ["forward_kl", "reverse_kl", "jsd"]
     rows, left_out = variants(PPOMethod(kl_coef=0.2, cliprange=0.1), (), {})

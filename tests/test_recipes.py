@@ -18,10 +18,10 @@ from posttrain import recipes, runner
 from posttrain.base.errors import ConfigError, PosttrainError, RunError
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
-from posttrain.config import load
+from posttrain.config import SFTMethod, load
 from posttrain.config.schema.methods import METHODS
 from posttrain.optim.update import Objective, over_batches
-from posttrain.recipes.sft import noisy_embeddings
+from posttrain.recipes.sft import noisy_embeddings, token_loss
 from posttrain.scoring import Scorer
 from posttrain.training.best import Best, set_of
 from posttrain.training.state import State, memory_settings
@@ -690,6 +690,54 @@ def test_neftune_adds_the_noise_of_transformers(scratch_model):
     for part, bound in zip(made.split([8, 2]), most, strict=True):
         assert 0.9 * bound < part.max() <= bound
     assert not (embedding(both.tokens_T[None])[0] - embedding(both.tokens_T)).any()  # the hook is gone
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
+def test_eaft_weights_tokens_by_the_entropy_of_the_20_largest_logits(shared, alpha):
+    """Loss and gradients equal the dense formula: cross-entropy x (entropy of the top 20 / log 20)^alpha, detached."""
+    model = AutoModelForCausalLM.from_pretrained(shared / "models/stories260K")
+    ids = torch.tensor([1, 410, 293, 316, 265, 403, 13, 9])
+    [packed] = pack([Example((Node(ids.tolist(), True),), row=0)], 64)
+    head = model.get_output_embeddings().weight
+
+    def found(loss_N):
+        return loss_N, torch.autograd.grad(loss_N.sum(), head)[0]
+
+    ours = found(token_loss(SFTMethod(loss_type="eaft", eaft_alpha=alpha), Scorer(model)(packed, top=20)))
+    logits = model(ids[None]).logits[0, :-1]
+    top = logits.detach().topk(20).values
+    p = torch.exp(top - top.logsumexp(-1, keepdim=True))
+    weight = (-(p * p.log()).sum(-1) / math.log(20)) ** alpha
+    print(weight)
+    theirs = found(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none") * weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert alpha == 0 or weight.std() > 0.05
+
+
+@pytest.mark.parametrize("loss", [{"loss_type": "eaft", "eaft_alpha": 0.5}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_packs_do_not_change_losses_that_need_more_scores(tmp_path, shared, loss):
+    found = []
+    for name, tokens in (("whole", 4096), ("split", 450)):
+        settings = dpo(shared, shared / "models/stories260K", training={"tokens_per_pack": tokens}) | {"name": name}
+        found.append(metrics(run(tmp_path, **settings | {"method": {"type": "sft", **loss}}), "loss"))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"label_smoothing_factor": 0.1, "loss_type": "dft"}, "is read by loss_type: nll only, not by dft"),
+        ({"eaft_alpha": 2.0}, "is read by loss_type: eaft only, not by nll"),
+        ({"eaft_alpha": 2.0, "loss_type": "losses:own"}, "is read by loss_type: eaft only, not by losses:own"),
+        ({"eaft_alpha": -1.0, "loss_type": "eaft"}, "eaft_alpha is -1"),
+        ({"label_smoothing_factor": 1.0}, "label_smoothing_factor is 1"),
+    ],
+)
+def test_settings_of_token_losses_are_checked(tmp_path, method, message):
+    file = tmp_path / "sft.json"
+    file.write_text(json.dumps({"model": "m", "method": {"type": "sft", **method}, "data": {"source": "x.jsonl"}}))
+    with pytest.raises(ConfigError, match=message):
+        load(file)
 
 
 def test_runs_with_dft_neftune_and_muon_resume_to_the_bit(tmp_path, shared, scratch_model, power_cut):

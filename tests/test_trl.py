@@ -215,11 +215,13 @@ def test_kto_equals_trl(tmp_path, shared, settings):
         assert_same_losses(ours, theirs)
 
 
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_sft_equals_trl(tmp_path, shared, scratch_model, loss_type):
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "nll"}, {"loss_type": "dft"}, {"label_smoothing_factor": 0.2}], ids=str
+)
+def test_sft_equals_trl(tmp_path, shared, scratch_model, settings):
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(shared, 8 * BATCH)]
     # For a random model p log p is nearly 0.
-    model = shared / "models/stories260K" if loss_type == "dft" else scratch_model
-    _, ours = train_ours(tmp_path, "sft", model, rows, loss_type=loss_type)
-    _, theirs = train_trl(tmp_path, "sft", model, rows, loss_type=loss_type)
+    model = scratch_model if settings == {"loss_type": "nll"} else shared / "models/stories260K"
+    _, ours = train_ours(tmp_path, "sft", model, rows, **settings)
+    _, theirs = train_trl(tmp_path, "sft", model, rows, **settings)
     assert_same_losses(ours, theirs)

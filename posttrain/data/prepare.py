@@ -224,7 +224,7 @@ def prepare(
     limits = limits.shortened(most)
     held = _held_out(data, whole, options, reader.folder)
     numbers = whole.table.row[whole.fitted.view[:, 0]]
-    train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, seed))
+    train = whole.examples(_mixed(~np.isin(numbers, held.every), whole, data.mixing, seed))
     kind.refuse_training(whole.table, train.view, data)
     validation, notes = dict[str, Dataset](), []
     if len(held.elsewhere):
@@ -323,21 +323,22 @@ def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
     return data.model_copy(update=update)
 
 
-def _weighted(trained: np.ndarray, whole: Loaded, seed: int) -> np.ndarray:
-    """The indices of the `trained` examples. The weight of a part repeats or samples its examples: 2 includes each
-    example twice, 0.5 a random half, and 2.5 each twice plus a random half."""
+def _mixed(trained: np.ndarray, whole: Loaded, mixing: str, seed: int) -> np.ndarray:
+    """The indices of the `trained` examples. Unless they are interleaved, the weight of a part repeats or samples its
+    examples: 2 includes each example twice, 0.5 a random half, and 2.5 each twice plus a random half."""
     indices = np.flatnonzero(trained)
     if not len(indices):
         raise DataError("every row that can be used is held out, which leaves none to train on: lower data.validation")
-    table_row = whole.fitted.view[indices, 0]
-    out, begin = [], 0
-    for number, (part, end) in enumerate(zip(whole.parts, whole.ends, strict=True)):
-        own = indices[(table_row >= begin) & (table_row < end)]
-        times, share = int(part.weight), part.weight % 1
+    sources, out = whole.examples(indices).sources, []
+    for number, part in enumerate(whole.parts):
+        own = indices[sources == number]
+        if mixing == "interleave" and not len(own):
+            raise DataError(f"data.source: {part.source} has no row to train on, so it cannot be interleaved")
+        weight = 1.0 if mixing == "interleave" else part.weight
+        times, share = int(weight), weight % 1
         rng = np.random.default_rng([seed, zlib.crc32(b"weight"), number])
         extra = np.sort(rng.permutation(own)[: round(share * len(own))])
         out += [*[own] * times, extra]
-        begin = end
     sampled = np.concatenate(out)
     if not len(sampled):
         raise DataError("data.source: the weights leave no example to train on: raise a weight")

@@ -100,7 +100,6 @@ class Loaded:
     fitted: Fitted
     limits: Limits
     parts: list[SourcePart]  # those that were read: `max_rows` may exclude the last ones
-    ends: list[int]  # by part: the first table row after it
     contents: list[str]  # SHA-256 of each part's rows
     report: Report
 
@@ -185,7 +184,7 @@ class Reader:
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         used = list(parts[: len(read)])
-        return Loaded(kind, table, fitted, limits, used, np.cumsum(sizes).tolist(), contents, report)
+        return Loaded(kind, table, fitted, limits, used, contents, report)
 
     def _malformed_note(self, source: str, reading: Reading) -> str:
         bad = f"{len(reading.malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}"

@@ -93,6 +93,7 @@ class Table:
     def __init__(self, tables: Sequence[pa.Table], reads: Sequence[int], makes_room: bool = True):
         self.makes_room = makes_room
         table = pa.concat_tables(tables)
+        self.ends: Array = np.cumsum([len(part) for part in tables])  # by source: the first table row after it
         offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
         self.row: Array = as_numpy(table.column("row")) + offsets
         self.lists: dict[str, Lists] = {}
@@ -212,7 +213,8 @@ class Dataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"there is no example {index}: the data set has {len(self)}")
         row, *columns = map(int, self.view[index])
-        return self._example(self._table, row, columns)
+        source = int(np.searchsorted(self._table.ends, row, side="right")) if len(self._table.ends) > 1 else None
+        return replace(self._example(self._table, row, columns), source=source)
 
     @property
     def longest(self) -> int:
@@ -223,6 +225,11 @@ class Dataset:
     def rows(self) -> Array:
         """The row number of each example, counted across all sources."""
         return self._table.row[self.view[:, 0]]
+
+    @property
+    def sources(self) -> Array:
+        """The index of each example's source in the settings."""
+        return np.searchsorted(self._table.ends, self.view[:, 0], side="right")
 
     @property
     def labels(self) -> Array:

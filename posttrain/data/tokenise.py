@@ -106,15 +106,10 @@ class Tokeniser:
             parts += [(row, row.prompt, row.chosen), (row, other, cast(str | Turns, row.rejected))]
         texts = self.writer.with_prompts(parts)
         read, turns = iter(self._read(rows, texts)), iter(self.writer.assistants([row for row, *_ in parts], texts))
-        return [self._pair(row, next(read), next(read), next(turns), next(turns)) for row in rows]
+        return [self._pair(row, next(read), next(read), (next(turns), next(turns))) for row in rows]
 
     def _pair(
-        self,
-        row: Row,
-        best: _Read | RowError,
-        worst: _Read | RowError,
-        best_turns: Sequence[Span],
-        worst_turns: Sequence[Span],
+        self, row: Row, best: _Read | RowError, worst: _Read | RowError, turns: Sequence[Sequence[Span]]
     ) -> Compared | RowError:
         if isinstance(best, RowError):
             return best
@@ -130,10 +125,9 @@ class Tokeniser:
             return RowError("chosen and rejected have the same tokens")
         spans = [()] * 2
         if self.assistant_only_loss:
-            sides = ("chosen", best, best_turns, cut), ("rejected", worst, worst_turns, other_cut)
-            spans = []
-            for name, side, turns, start in sides:
-                own = [(max(a, start), b) for a, b in self._token_spans(side.whole, turns) if b > start]
+            spans, sides = [], (("chosen", best, cut), ("rejected", worst, other_cut))
+            for (name, side, start), its_turns in zip(sides, turns, strict=True):
+                own = [(max(a, start), b) for a, b in self._token_spans(side.whole, its_turns) if b > start]
                 if not own:
                     return RowError(f"{name} has no turn of the assistant")
                 spans.append([end - start for span in own for end in span])

@@ -32,7 +32,7 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.receipt import StoredPart
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.training.job import Job, data_of
-from posttrain.training.loop import batch_of, epoch_order
+from posttrain.training.order import batch_of, epoch_order
 from posttrain.training.state import Saved, State, problems_of
 
 # The lab computes one update over the complete batch, which the reference scores in the lab.
@@ -215,7 +215,7 @@ def rows_of(job: Job, folder: Path, step: int) -> Rows:
             f"tokenizer: restore it), so the rows of step {step} are unknown"
         )
     epoch, positions = batch_of(job.config, len(data.train), step)
-    order = epoch_order(job.config, len(data.train), epoch)
+    order = epoch_order(job.config, data.train, epoch)
     return Rows([data.train[int(row)] for row in order[positions]], data, data.train[int(order[positions.start - 1])])
 
 

@@ -47,6 +47,20 @@ def dft(logprob_N: Tensor) -> Tensor:
     return nll(logprob_N) * logprob_N.detach().exp()
 
 
+def eaft(logprob_N: Tensor, top_entropy_N: Tensor, eaft_alpha: float) -> Tensor:
+    """−(H / log K)^α log p [N], with H the entropy of the K most likely tokens, detached. EAFT, arXiv 2601.02151.
+
+    Where the model is certain of another token than the target, learning the target would change it most.
+    """
+    return nll(logprob_N) * top_entropy_N.detach() ** eaft_alpha
+
+
+def label_smoothed_nll(logprob_N: Tensor, mean_N: Tensor, label_smoothing_factor: float) -> Tensor:
+    """−(1 − ε) log p(target) − ε mean over the vocabulary of log p [N], as transformers' LabelSmoother: the
+    cross-entropy with targets of which a share ε is uniform. arXiv 1512.00567, section 7."""
+    return (1 - label_smoothing_factor) * nll(logprob_N) - label_smoothing_factor * mean_N
+
+
 def smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
     """−(1 − ε) log σ(x) − ε log σ(−x), ε = `label_smoothing`: the loss if a label is wrong with probability ε."""
     return -(1 - label_smoothing) * F.logsigmoid(logit_P) - label_smoothing * F.logsigmoid(-logit_P)

@@ -223,7 +223,7 @@ class Objective(Generic[Batch]):
 
     of: Callable[[Batch], tuple[torch.Tensor, Metrics]]
     count: float
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
     check: Callable[[], None] = lambda: None
 
 

@@ -29,7 +29,7 @@ from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_pr
 from posttrain.runs.run import scratch_run
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.training.job import Job, router_weight
-from posttrain.training.loop import epoch_order
+from posttrain.training.order import epoch_order
 from posttrain.training.reference import frozen_model
 
 CANDIDATES = 8  # number of steps, those with the most tokens, that are packed to find the fullest pack
@@ -50,7 +50,7 @@ class FirstEpoch:
 
     def rows(self) -> list[np.ndarray]:
         """The rows of each step, in training order."""
-        order, training = epoch_order(self.config, len(self.data.train), 0), self.config.training
+        order, training = epoch_order(self.config, self.data.train, 0), self.config.training
         starts = range(0, len(order), training.batch_size)[: training.max_steps or None]
         return [order[start : start + training.batch_size] for start in starts]
 

@@ -29,6 +29,7 @@ from posttrain.recipes import check_functions
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import learning_rate_at, warmup_count
+from posttrain.training.order import epoch_order
 from posttrain.training.state import total_steps
 
 SAMPLED_STEPS = 50  # number of steps that the plan averages over
@@ -163,6 +164,12 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
             "in total", f"up to {counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
         )
     table.add_row("steps", f"{steps:,} ({steps / per_epoch:.2f} epochs of {per_epoch:,})")
+    if config.data.mixing == "interleave":
+        sizes, order = np.bincount(data.train.sources), epoch_order(config, data.train, 0)
+        passes = np.bincount(data.train.sources[order], minlength=len(sizes)) / sizes
+        of_sources = zip(config.data.source_names, passes, sizes, strict=False)  # data.max_rows may exclude the last
+        mixed = (f"{name}: {count:.2f} epochs of {counted(int(size), 'row')}" for name, count, size in of_sources)
+        table.add_row("sources", "; ".join(mixed))
     table.add_row("total tokens", f"about {steps * tokens:,.0f}")
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)

@@ -26,7 +26,8 @@ from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop, ObjectiveOf, epoch_order
+from posttrain.training.loop import Loop, ObjectiveOf
+from posttrain.training.order import epoch_order
 from posttrain.training.reference import Portion, Reference, whole_sets
 from posttrain.training.state import total_steps
 
@@ -182,7 +183,7 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
             yield with_other_completions(examples, config.data.max_length, previous)
 
     def training() -> Iterator[list[Example]]:
-        orders = (epoch_order(config, rows, epoch) for epoch in itertools.count())
+        orders = (epoch_order(config, data.train, epoch) for epoch in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(batches(data.train, order) for order in orders), total)
 
     def validation(dataset: Dataset) -> Callable[[], Iterator[list[Example]]]:

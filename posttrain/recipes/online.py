@@ -349,6 +349,7 @@ class Online:
             if loop.job.config.rollout.save:
                 step.exchange("trainer_R", "new_R", "reference_R", "advantage_R", "clipped_R", "entropy_R")
             more = {**step.rollout.metrics(), **step.packing(), **(step.mismatch or {}), **finish()}
+            more |= {} if loop.resting is None else loop.resting.learn(step.rollout)
             self._alarms.check(number, {**metrics, **more}, step.rollout.all_equal)
             if store is not None:
                 store.add(number, number / loop.steps_per_epoch, *step.stored())

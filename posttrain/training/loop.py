@@ -2,7 +2,7 @@
 
 A recipe owns the `for` loop and calls `update` and `evaluate`; `Loop` yields the examples of each step, and logs, saves
 and stops according to the settings. A checkpoint contains everything that determines the next step, so a resumed run
-continues bit for bit: the data order is a function of seed and epoch, and the learning rate is a function of the step.
+continues bit for bit. The order of the data is in training/order.py; the learning rate is a function of the step.
 Learning-rate schedules have the names and values of transformers.
 """
 
@@ -35,6 +35,7 @@ from posttrain.training.best import Best, prefix_of, set_of
 from posttrain.training.checks import MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation, evaluated_rows
 from posttrain.training.job import Job
+from posttrain.training.order import Resting, batch_of, epoch_order
 from posttrain.training.reference import TokenReference
 from posttrain.training.saving import Interruption, Saver, Stop
 from posttrain.training.state import State, total_steps
@@ -82,6 +83,8 @@ class Loop:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
             report_schedule_change(job.config, self.peak_rate, self.state.step, total, self.total)
+        curriculum = getattr(job.config.method, "curriculum", None)
+        self.resting = None if curriculum is None else Resting(job.config, curriculum, data.train, self.state)
         self.saver.boundary.mark(self.state)
         job.run.on_failure(self.saver.save_after)
         self.progress = TrainingProgress(
@@ -111,7 +114,7 @@ class Loop:
                 if ranks.size > 1:  # one random stream per rank and step, so that no checkpoint needs its state
                     torch.manual_seed(seed_of(self.job.config.seed, "dropout", step, ranks.index))
                 order, batch = self._batch_of(step)
-                self._rows = order[batch]
+                self._rows = order[batch] if self.resting is None else self.resting.batch()
                 yield step, [self.data.train[int(row)] for row in self._rows]
                 self.state.seconds += time.perf_counter() - started
                 self._after_step()
@@ -139,7 +142,7 @@ class Loop:
         """The row order of the step's epoch, and the slice of that order that is the step's batch."""
         epoch, batch = batch_of(self.job.config, len(self.data.train), step)
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, epoch_order(self.job.config, len(self.data.train), epoch)
+            self._order = epoch, epoch_order(self.job.config, self.data.train, epoch)
         return self._order[1], batch
 
     def update(self, packs: list[Pack], objective: Objective) -> None:
@@ -315,21 +318,6 @@ class Loop:
     def save_final(self) -> None:
         """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template."""
         self.saver.save_model(self.job.run.final, self.state.step)
-
-
-def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
-    """The order of the rows in an epoch.
-
-    A pure function of seed and epoch, so a resumed run needs only its step to find its position in the data.
-    """
-    return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
-
-
-def batch_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
-    """The epoch of step `step` (the first step is 1), and the slice of the epoch's order that is the step's batch."""
-    size = config.training.batch_size
-    epoch, batch = divmod(step - 1, math.ceil(rows / size))
-    return epoch, slice(batch * size, (batch + 1) * size)
 
 
 def warmup_count(warmup_steps: float, total: int) -> int:

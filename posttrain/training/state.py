@@ -42,6 +42,10 @@ class State:
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
     window_steps: dict[str, int] = field(default_factory=dict)  # number of steps with the metric
     memory: dict[str, float] = field(default_factory=dict)  # the method's own state
+    # With a curriculum (training/order.py). These lists are replaced, never changed, so that copies may share them.
+    epoch: int = -1
+    queue: list[int] = field(default_factory=list)  # the prompts that the epoch has still to sample, in order
+    awake_from: list[int] = field(default_factory=list)  # by prompt: the first epoch in which it does not rest
 
     def take(self, metrics: Mapping[str, float]) -> None:
         """Add a step's metrics to the means of the next log line."""

@@ -16,6 +16,7 @@ Format = Literal[
     "auto", "preference", "kto", "prompt_completion", "messages", "sharegpt", "alpaca", "problem_answer", "prompt",
     "text", "hh", "episode",
 ]  # fmt: skip
+FILE_ENDING = re.compile(r"(\.(jsonl?|csv|parquet|arrow|txt|gz))+$")
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
 LABELLED_FORMATS = frozenset({"auto", "kto"})
 
@@ -24,9 +25,12 @@ class SourceConfig(Settings):
     """One source of a mixed training set."""
 
     source: Text = Field(description="Known data set, hub id, file, folder, module:function or `builtin:...`.")
+    name: Text | None = setting(None, "Name of the source in metrics; null: the last part of `source`.")
     split: Text = setting("train", "Split of a hub data set.")
     max_rows: Positive | None = setting(None, "Number of rows to use, from the start; null: all.")
-    weight: AboveZero = setting(1.0, "Weight of the source: 2 repeats its rows, 0.5 takes a random half.")
+    weight: AboveZero = setting(
+        1.0, "Weight of the source: 2 repeats its rows, 0.5 takes a random half; interleave: its share of the rows."
+    )
 
 
 SourceEntry = Annotated[SourceConfig, from_text("source", json_schema_input_type=Text | SourceConfig)]
@@ -130,6 +134,9 @@ class DataConfig(Settings):
     max_rows: Positive | None = setting(None, "Number of rows to use, e.g. 200 for a quick test; null: all.")
     skip_rows: Natural = setting(0, "Number of rows to skip at the start, e.g. those that another stage trains on.")
     shuffle: bool = setting(True, "Whether to shuffle the rows; false: the file's order.")
+    mixing: Literal["repeat", "interleave"] = setting(
+        "repeat", "Mixing of sources: weights repeat rows, or are shares of the rows of all steps (interleave)."
+    )
     validation: ValidationConfig | None = setting(
         None, "Validation rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
     )
@@ -157,6 +164,16 @@ class DataConfig(Settings):
     )
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources of a list, in metrics: the last parts of the sources, numbered where they repeat."""
+        names: list[str] = []
+        for entry in () if isinstance(self.source, str) else self.source:
+            own = entry.name or FILE_ENDING.sub("", re.split(r"[/\\:]", entry.source.rstrip("/"))[-1])
+            taken = 0 if entry.name else names.count(own)
+            names.append(f"{own}-{taken + 1}" if taken else own)
+        return tuple(names)
+
+    @property
     def holds_out(self) -> bool:
         """Whether some of the training rows are held out for validation."""
         return self.validation is not None and self.validation.source is None
@@ -176,3 +193,5 @@ class DataConfig(Settings):
             yield "split", "must be given in each entry of source, because source is a list"
         if not isinstance(self.source, str) and self.skip_rows != 0:
             yield "skip_rows", "must not be set if source is a list"
+        if isinstance(self.source, str) and self.mixing != "repeat":
+            yield "mixing", "needs several sources: give source as a list of {source, weight}"

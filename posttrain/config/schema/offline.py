@@ -11,7 +11,7 @@ PreferenceLoss = Literal[
     "sigmoid", "hinge", "ipo", "kto_pair", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 ]  # fmt: skip
-TokenLoss = Literal["nll", "dft"]
+TokenLoss = Literal["nll", "dft", "eaft"]
 UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -38,10 +38,15 @@ class SFTMethod(MethodSettings):
     measured = ("entropy", "mean_token_accuracy")
     headline = "loss"
     loss_setting = "loss_type"
+    read_by = (("eaft_alpha", frozenset({"eaft"})), ("label_smoothing_factor", frozenset({"nll"})))
 
     type: Literal["sft"] = setting("sft", "Supervised fine-tuning.")
     loss_type: OrOwn[TokenLoss] = setting(
-        "nll", "Loss of a token: nll, dft (weighted by the token's probability) or module:function."
+        "nll", "Loss of a token: nll, dft (weighted by its probability), eaft (by entropy) or module:function."
+    )
+    eaft_alpha: NonNegative = setting(1.0, "Power of eaft's weight, the entropy of the 20 largest logits / log 20.")
+    label_smoothing_factor: BelowOne = setting(
+        0.0, "Share of each target that is spread evenly over the vocabulary (label smoothing)."
     )
     neftune_noise_alpha: AboveZero | None = setting(
         None, "Strength of uniform noise on the embeddings in training, usually 5 (NEFTune); null: none."
@@ -51,7 +56,11 @@ class SFTMethod(MethodSettings):
     )
     assistant_only_loss: AssistantOnly = False
 
+    def reads(self, setting: str) -> bool:
+        return super().reads(setting) and not (is_own(self.loss_type) and setting in dict(self.read_by))
+
     def check(self) -> Conflicts:
+        yield from super().check()
         if self.completion_only_loss and self.assistant_only_loss:
             yield (
                 "assistant_only_loss",

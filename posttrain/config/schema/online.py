@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from posttrain.config.schema.base import Conflicts, MethodSettings, ReferenceMethod, Settings, setting
+from posttrain.config.schema.rollout import Curriculum
 from posttrain.config.schema.types import (
     AboveZero,
     Float,
@@ -94,6 +95,7 @@ class RewardedMethod(ReferenceMethod, OnlineMethod):
     importance_sampling: ImportanceSampling | None = setting(
         ImportanceSampling(), "Weights pi_trainer / pi_engine of the loss; null: none."
     )
+    curriculum: Curriculum | None = setting(None, "Rest for prompts that are too easy or too hard; null: none rests.")
 
     def check(self) -> Conflicts:
         yield from super().check()

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.types import (
     AboveZero,
+    Float,
     Fraction,
     Natural,
     NonNegative,
@@ -33,6 +34,18 @@ RewrittenTurns = Annotated[
     Literal["fork", "keep", "refuse"],
     Field(description="Turns that the template rewrites later; fork: branch there; keep: as sampled; refuse: error."),
 ]
+
+
+class Curriculum(Settings):
+    """Prompts whose completions are all good or all bad rest: they teach little. Later they are sampled again."""
+
+    easy_threshold: Float = setting(1.0, "Mean reward of a prompt's completions from which the prompt rests.")
+    hard_threshold: Float = setting(0.0, "Mean reward of a prompt's completions up to which the prompt rests.")
+    rest_epochs: Positive = setting(2, "Number of epochs for which a prompt rests.")
+
+    def check(self) -> Conflicts:
+        if self.hard_threshold >= self.easy_threshold:
+            yield "hard_threshold", f"is {self.hard_threshold}, not below easy_threshold, {self.easy_threshold}"
 
 
 class VllmConfig(Settings):

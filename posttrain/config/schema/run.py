@@ -149,8 +149,9 @@ class RunConfig(Settings):
         sets += ["eval_" if d.name == "validation" else f"eval_{d.name}_" for d in self.evaluation.datasets]
         method, completions = self.method, METRICS["of_completions"] if self.samples else ()
         loss = [] if method.samples_completions else ["loss", *method.measured]
+        loss += [f"loss/{name}" for name in self.data.source_names] if method.type == "sft" else []
         loss += ["kl"] if method.joins_completions and method.kind != "pair" else []
-        known = "|".join((*loss, *(["aux_loss"] if loss else []), *completions))
+        known = "|".join((*map(re.escape, loss), *(["aux_loss"] if loss else []), *completions))
         own_suites = any(":" in entry.suite or Path(entry.suite).suffix for entry in self.evaluation.suites)
         names = [f"{each}{name}" for each in sets for name in (*loss, *(["reward"] if completions else []))]
         if (
@@ -236,6 +237,8 @@ class RunConfig(Settings):
                 f"are needed to evaluate {method.type} on validation prompts: give some, e.g. "
                 "rewards: [{type: math}], or remove data.validation",
             )
+        if getattr(method, "curriculum", None) is not None and self.data.mixing == "interleave":
+            yield "method.curriculum", "cannot be combined with data.mixing: interleave, which has no epochs"
         yield from check_rewards(self.rewards)
         if online and rollout.temperature <= 0:
             yield (
