@@ -44,7 +44,9 @@ def serve(
         posttrain serve runs/sft --record agent --config grpo.yaml
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
-    from posttrain.serving.listening import Guard, listen
+    for package in ("uvicorn", "fastapi"):
+        need(package, "serve", "posttrain serve")
+    from posttrain.serving.listening import Guard, listen, run
 
     if options.attached:
         end_with_parent()
@@ -57,8 +59,6 @@ def serve(
     if options.config is not None and options.record is None:
         raise UsageError("--config has the rewards of recorded episodes: give --record FOLDER too")
     graded_by = None if options.config is None else load(options.config).config
-    for package in ("uvicorn", "fastapi"):
-        need(package, "serve", "posttrain serve")
     socket = listen(options.host, options.port)  # a port in use is an error before the model is loaded
     path, name, _ = locate_model(model)
     say(f"loading {name} …", error=True)
@@ -67,7 +67,6 @@ def serve(
     with quick_imports():
         from posttrain.serving.app import make_app
         from posttrain.serving.host import Host, Served
-        from posttrain.serving.listening import run
 
     limits = options.max_rows, options.max_waiting, options.context, options.chat_template_kwargs or {}
     served = Served(settings, name, adapters, reward, options.template, devices, *limits, options.record, graded_by)

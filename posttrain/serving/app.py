@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 
 from fastapi import FastAPI, Request
@@ -36,39 +37,37 @@ GONE_EVERY_S = 0.2  # seconds between two checks whether the client of a waiting
 
 def make_app(host: Host) -> FastAPI:
     app = FastAPI(title="posttrain", version=__version__, docs_url=None, redoc_url=None)
-    app.state.host = host
     _add_errors(app)
-    _add_models(app)
-    _add_completions(app)
-    _add_scores(app)
+    _add_models(app, host)
+    _add_completions(app, host)
+    _add_scores(app, host)
     return app
 
 
-def _add_models(app: FastAPI) -> None:
+def _add_models(app: FastAPI, host: Host) -> None:
     created = int(time.time())
 
     def model(name: str) -> Json:
         return {"id": name, "object": "model", "created": created, "owned_by": "posttrain"}
 
     @app.get("/health")
-    async def health(request: Request) -> Json:
-        policy = _host(request).policy
-        live, waiting = policy.live.load if policy is not None else (0, 0)
+    async def health() -> Json:
+        live, waiting = host.policy.live.load if host.policy is not None else (0, 0)
         return {"status": "ok", "live": live, "waiting": waiting}
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Json:
-        return {"object": "list", "data": [model(name) for name in _host(request).names]}
+    async def models() -> Json:
+        return {"object": "list", "data": [model(name) for name in host.names]}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str, request: Request) -> Json:
-        return model(name if name in _host(request).names else _host(request).names[0])
+    async def one_model(name: str) -> Json:
+        return model(name if name in host.names else host.names[0])
 
 
-def _add_completions(app: FastAPI) -> None:
+def _add_completions(app: FastAPI, host: Host) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: wire.ChatRequest, request: Request) -> Response:
-        policy, recorder, tools = _policy(request), _host(request).recorder, body.used_tools
+        policy, recorder, tools = _policy(host), host.recorder, body.used_tools
         codec = turn = None
         if tools or recorder is not None:
             codec = await policy.in_thread(policy.codec, tools, body.chat_template_kwargs, renders=True)
@@ -94,7 +93,7 @@ def _add_completions(app: FastAPI) -> None:
 
     @app.post("/v1/completions")
     async def complete(body: wire.CompletionRequest, request: Request) -> Response:
-        policy = _policy(request)
+        policy = _policy(host)
         if body.echo and body.stream:
             raise DataError("echo cannot be streamed: use echo or stream, not both")
         if not body.max_tokens and not body.echo:
@@ -117,12 +116,12 @@ def _add_completions(app: FastAPI) -> None:
         return await _replied(request, body, policy, Replies(form, policy.tokenizer, jobs, policy.stops))
 
 
-def _add_scores(app: FastAPI) -> None:
+def _add_scores(app: FastAPI, host: Host) -> None:
     @app.post("/v1/score")
-    async def score(body: wire.ScoreRequest, request: Request) -> Json:
+    async def score(body: wire.ScoreRequest) -> Json:
         """Return each token of a text with its log-probability, the entropy and the most likely tokens at its position.
         `scored` is the index of the completion's first token."""
-        policy = _policy(request)
+        policy = _policy(host)
         if body.messages is not None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
@@ -139,9 +138,9 @@ def _add_scores(app: FastAPI) -> None:
         return await policy.in_thread(_scored, policy, body, whole, min(scored, len(whole)), scores)
 
     @app.post("/v1/render")
-    async def render(body: wire.RenderRequest, request: Request) -> Json:
+    async def render(body: wire.RenderRequest) -> Json:
         """Return the prompt of a conversation as the model reads it."""
-        policy = _policy(request)
+        policy = _policy(host)
         tokens = await _prompt(policy, body)
         if len(tokens) > policy.live.context:
             raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
@@ -149,10 +148,9 @@ def _add_scores(app: FastAPI) -> None:
         return {"text": text, "tokens": tokens}
 
     @app.post("/v1/rewards")
-    async def rewarded(body: wire.EpisodeReward, request: Request) -> Json:
+    async def rewarded(body: wire.EpisodeReward) -> Json:
         """End a recorded episode and store it."""
-        recorder = _host(request).recorder
-        if recorder is None:
+        if (recorder := host.recorder) is None:
             raise DataError("this server records nothing: start it with --record FOLDER")
         if body.reward is None and not recorder.rewards.settings:
             raise DataError("give `reward`, or start the server with --config FILE, which has rewards")
@@ -160,9 +158,8 @@ def _add_scores(app: FastAPI) -> None:
         return {"episode": body.episode, "rewards": rewards, "step": recorder.step}
 
     @app.post("/reward")
-    async def reward(body: wire.RewardRequest, request: Request) -> Json:
-        rewards = _host(request).rewards
-        if rewards is None:
+    async def reward(body: wire.RewardRequest) -> Json:
+        if host.rewards is None:
             raise DataError("no reward model is served: start the server with one, or with --reward-model")
         prompts, completions = _to_reward(body)
         truncated = body.truncated if isinstance(body.truncated, list) else [body.truncated] * len(completions)
@@ -170,7 +167,7 @@ def _add_scores(app: FastAPI) -> None:
             raise DataError(f"{len(completions):,} completions; a request takes up to {wire.MOST_REWARDED:,}")
         if len(truncated) != len(completions):
             raise DataError(f"`truncated` has {len(truncated)} values, but there are {len(completions)} completions")
-        return {"rewards": await rewards(prompts, completions, truncated)}
+        return {"rewards": await host.rewards(prompts, completions, truncated)}
 
 
 def _to_reward(body: wire.RewardRequest) -> tuple[list[str | Turns], list[str]]:
@@ -254,13 +251,11 @@ async def _replied(
 
 async def _recorded(events: AsyncGenerator[Event], record: Callable[[Completion], None]) -> AsyncGenerator[Event]:
     """The events, of which completions are recorded before they are sent."""
-    try:
+    async with aclosing(events):
         async for event in events:
             if isinstance(event, Ended):
                 await asyncio.to_thread(record, event.completion)
             yield event
-    finally:
-        await events.aclose()
 
 
 async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
@@ -298,15 +293,10 @@ async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[li
     return {**whole, "choices": choices, "usage": usage(prompts, whole["usage"]["completion_tokens"])}
 
 
-def _host(request: Request) -> Host:
-    return request.app.state.host
-
-
-def _policy(request: Request) -> Policy:
-    policy = _host(request).policy
-    if policy is None:
+def _policy(host: Host) -> Policy:
+    if host.policy is None:
         raise DataError("this server hosts a reward model, which cannot generate completions: use POST /reward")
-    return policy
+    return host.policy
 
 
 def _error(error: PosttrainError) -> tuple[int, Json]:

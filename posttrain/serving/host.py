@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
-import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,8 +81,7 @@ class Policy:
         self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
         self._texts = Tokeniser(self.tokenizer, None, assistant_only_loss=False)
         self._renderers = ThreadPoolExecutor(RENDERERS, "posttrain-templates")
-        self._codecs: dict[str, Codec] = {}
-        self._codec_lock = threading.Lock()
+        self._codec = lru_cache(MOST_CODECS)(lambda key: Codec(self.tokenizer, *json.loads(key)))
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
         self.live = Live(
@@ -140,12 +139,7 @@ class Policy:
         """The codec of conversations with these tools. Raises DataError if the template cannot write them."""
         if not self.template.turns:
             raise DataError("tools need a chat template, and the model is served without one: start with --template")
-        key = json.dumps([tools, variables], sort_keys=True)
-        with self._codec_lock:
-            self._codecs[key] = self._codecs.pop(key, None) or Codec(self.tokenizer, tools, variables)
-            if len(self._codecs) > MOST_CODECS:
-                del self._codecs[next(iter(self._codecs))]
-            return self._codecs[key]
+        return self._codec(json.dumps([tools, variables]))
 
     def check_size(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
         """Raise DataError for a conversation that cannot fit, without tokenising it."""

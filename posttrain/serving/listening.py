@@ -7,25 +7,22 @@ its own name as the host.
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing, suppress
+from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.system import is_loopback, resource
 
 MOST_BYTES = 4 << 20
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = {"/health"}  # paths that need no key
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
 GRACE_S = 5  # seconds that requests in progress have at shutdown
@@ -61,7 +58,7 @@ def is_foreign(origin: str | None, host: str) -> bool:
 class Guard:
     """ASGI middleware that checks host, origin, key, type and size. Without a key, only loopback hosts are allowed."""
 
-    def __init__(self, app: App, key: str | None = None, most_bytes: int = MOST_BYTES):
+    def __init__(self, app: ASGIApp, key: str | None = None, most_bytes: int = MOST_BYTES):
         self.app, self.key, self.most_bytes = app, key, most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +68,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _answer(send, *refusal)
+            await _answer(*refusal)(scope, receive, send)
             return
         received = 0
 
@@ -87,7 +84,8 @@ class Guard:
 
         await self.app(scope, limited, sending)
         if received > self.most_bytes:
-            await _answer(send, 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error")
+            too_long = _answer(413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error")
+            await too_long(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
         if (unclear := ambiguous(scope["headers"])) is not None:
@@ -114,11 +112,8 @@ def error_body(message: str, code: str | None, kind: str = "invalid_request_erro
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-async def _answer(send: Send, status: int, message: str, code: str) -> None:
-    body = json.dumps(error_body(message, code))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body.encode()})
+def _answer(status: int, message: str, code: str) -> JSONResponse:
+    return JSONResponse(error_body(message, code), status)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -148,37 +143,26 @@ def _free_port(host: str, port: int) -> int | None:
     return None
 
 
-class Closing(Protocol):
-    def close(self) -> None: ...
-
-
-Started = TypeVar("Started", bound=Closing)
-
-
 def run(
-    start: Callable[[], Awaitable[Started]],
-    app_of: Callable[[Started], Any],
+    start: Callable[[], Awaitable[Any]],
+    app_of: Callable[[Any], ASGIApp],
     listening: socket.socket,
     ready: Callable[[str], None],
 ) -> None:
-    """Await `start()`, and serve `app_of` its result until SIGINT or SIGTERM. `ready` is called with the address.
-
-    Errors of `start` are raised.
+    """Await `start()`, serve `app_of` its result until SIGINT or SIGTERM, and close the result. `ready` is called with
+    the address. Errors of `start` are raised.
     """
     serving = False
 
     async def serve() -> None:
         nonlocal serving
-        started = await start()
-        try:
+        with closing(await start()) as started:
             settings = {"access_log": False, "lifespan": "off", "server_header": False}
             server = bounded_server(app_of(started), timeout_graceful_shutdown=GRACE_S, **settings)
             host, port = listening.getsockname()[:2]
             serving = True
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             await server.serve([listening])
-        finally:
-            started.close()
 
     try:
         asyncio.run(serve())

@@ -27,13 +27,10 @@ class Form:
     model: str
     alternatives: int | None  # most likely tokens to report at each position; None: no log-probabilities
 
-    @property
-    def kind(self) -> str:
-        return "chat.completion" if self.chat else "text_completion"
-
     def head(self, chunk: bool = False) -> Json:
-        name = "chat.completion.chunk" if self.chat and chunk else self.kind
-        prefix = "chatcmpl" if self.chat else "cmpl"
+        name, prefix = "text_completion", "cmpl"
+        if self.chat:
+            name, prefix = "chat.completion.chunk" if chunk else "chat.completion", "chatcmpl"
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": self.model}
 
 

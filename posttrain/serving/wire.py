@@ -28,7 +28,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_idle(cls, values: Any) -> Any:
+    def _given(cls, values: Any) -> Any:
         try:
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -41,21 +41,14 @@ class Body(BaseModel):
             if name in values and name not in cls.model_fields and values[name] not in neutral:
                 raise ValueError(f"{name} is not supported: leave it out")
         idle = (IDLE | NEUTRAL.keys()) - cls.model_fields.keys()
-        return {name: value for name, value in values.items() if name not in idle}
+        # `null` is the default, as in OpenAI's API.
+        return {name: value for name, value in values.items() if value is not None and name not in idle}
 
 
 class Templated(Body):
     """A conversation for the chat template. `chat_template_kwargs`: additional template variables, as in vLLM."""
 
     chat_template_kwargs: Variables = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_null(cls, values: Any) -> Any:
-        """Treat `null` as the default in these, as OpenAI does in others."""
-        names = ("chat_template_kwargs", "tools", "tool_choice")
-        unset = [name for name in names if isinstance(values, dict) and values.get(name, 0) is None]
-        return {name: value for name, value in values.items() if name not in unset} if unset else values
 
 
 class StreamOptions(BaseModel):
@@ -77,14 +70,6 @@ class Sampled(Body):
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_null(cls, values: Any) -> Any:
-        """Treat `null` as the default, as OpenAI does."""
-        if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if value is not None}
 
     def sampling(self, seed: int, limit: int, stop_token_ids: tuple[int, ...]) -> Sampling:
         return Sampling(
