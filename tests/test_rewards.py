@@ -282,7 +282,7 @@ def test_no_verdict_is_no_zero(grading_pool):
 def test_rewards_start_their_own_workers_and_end_them():
     with Rewards(settings({"type": "gsm8k"}), workers=1) as rewards:
         assert rewards([RewardInput("#### 3", answer="3")]).totals == (1.0,)
-        pool = rewards._own_pool
+        pool = rewards._pool
     assert pool is not None
     with pytest.raises(RewardError, match="closed"):
         rewards([RewardInput("#### 3", answer="3")])

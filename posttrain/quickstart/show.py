@@ -16,9 +16,9 @@ from posttrain.base.files import table_beside
 from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, contrasting, paired, rows
 from posttrain.reports import page
 from posttrain.reports.chart import Interval, chart, intervals
-from posttrain.reports.curves import Panel, lines_of
+from posttrain.reports.curves import Panel, lines_of, smoothing
 from posttrain.reports.drawing import Drawing, write_drawings
-from posttrain.reports.report import SIZE, smoothing
+from posttrain.reports.report import SIZE
 from posttrain.reports.series import Series
 from posttrain.runs.files import load_json, save_json, save_rows
 from posttrain.runs.progress import duration

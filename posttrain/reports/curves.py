@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from posttrain.base.files import table_beside
 from posttrain.reports.chart import Line, usual
 from posttrain.reports.design import LIGHT
-from posttrain.reports.series import Series
+from posttrain.reports.series import Series, smoothed
 from posttrain.runs.atomic import write_file
 
 if TYPE_CHECKING:  # listing runs must not import matplotlib
@@ -83,6 +83,12 @@ def _validated(logged: str, metrics: Iterable[str]) -> str | None:
     return max((metric for metric in metrics if logged.endswith(f"_{metric}")), key=len, default=None)
 
 
+def smoothing(lines: Sequence[Line], small: bool = False) -> float:
+    """The weight of the past for a moving average over about a fifteenth of the points; 0 for short lines."""
+    longest = max((len(line.xs) for line in lines if not line.dashed), default=0)
+    return 0.0 if small or longest < SMOOTH_FROM else 1 - 15 / longest
+
+
 def write_curves(folder: Path, path: Path, title: str) -> None:
     """Plot the metrics of the run in `folder` and write them to `path` as a PNG, atomically.
 
@@ -118,15 +124,16 @@ def write_curves(folder: Path, path: Path, title: str) -> None:
 
 
 def _draw(axes: "Axes", panel: Panel, lines: Sequence[Line]) -> None:
+    weight = smoothing(lines, panel.small)
     for line in lines:
         label, steps, values = _plain(line.label), line.xs, line.ys
         colour = LIGHT.series[line.colour % len(LIGHT.series)]
         if line.dashed:
             marker = "o" if len(steps) <= 40 else None
             axes.plot(steps, values, "--", color=colour, lw=1.3, marker=marker, ms=3, label=label)
-        elif len(steps) >= SMOOTH_FROM and not panel.small:
+        elif weight:
             axes.plot(steps, values, color=colour, lw=0.6, alpha=0.3)
-            axes.plot(steps, _smooth(values), color=colour, lw=1.3, label=label)
+            axes.plot(steps, smoothed(values, weight), color=colour, lw=1.3, label=label)
         else:
             single = sum(map(math.isfinite, values)) == 1
             axes.plot(steps, values, color=colour, lw=1.3, marker="o" if single else None, ms=3, label=label)
@@ -156,18 +163,6 @@ def _style(axes: "Axes") -> None:
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set(visible=side in ("left", "bottom"), color=LIGHT.ink, linewidth=0.6, alpha=0.5)
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """A centred trimmed mean over about a twentieth of the points, without their highest and lowest tenths."""
-    reach = max(2, len(values) // 40)
-    smooth = []
-    for index, value in enumerate(values):
-        window = sorted(v for v in values[max(0, index - reach) : index + reach + 1] if math.isfinite(v))
-        trim = max(1, len(window) // 10) if len(window) >= 5 else 0
-        inner = window[trim : len(window) - trim]
-        smooth.append(sum(inner) / len(inner) if math.isfinite(value) else math.nan)
-    return smooth
 
 
 def _plain(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.base.words import counted
 from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
-from posttrain.reports.curves import PANELS, SMOOTH_FROM, lines_of, single_panels
+from posttrain.reports.curves import PANELS, SMOOTH_FROM, lines_of, single_panels, smoothing
 from posttrain.reports.drawing import Drawing
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
@@ -149,12 +149,6 @@ def points_of(lines: int) -> int:
     return max(60, min(400, POINTS // max(1, lines)))
 
 
-def smoothing(lines: Sequence[Line], small: bool = False) -> float:
-    """The weight of the past for a moving average over about a fifteenth of the points; 0 for short lines."""
-    longest = max((len(line.xs) for line in lines if not line.dashed), default=0)
-    return 0.0 if small or longest < SMOOTH_FROM else 1 - 15 / longest
-
-
 def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
     """The first and last values of every metric, in training and in validation."""
     ends = {}
@@ -253,10 +247,14 @@ def _linked(run: ReportedRun, path: Path) -> str | Markup:
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """The settings that are not the same in all runs, with their values."""
-    settings = [flat(config, lists=True) for config in configs]
-    names = dict.fromkeys(name for values in settings for name in values if name not in INCIDENTAL)
-    rows = [[name, *("" if values.get(name) is None else values[name] for values in settings)] for name in names]
-    return [row for row in rows if any(value != row[1] for value in row[2:])]
+    rows = _side_by_side([flat(config, lists=True) for config in configs])
+    return [row for row in rows if row[0] not in INCIDENTAL and any(value != row[1] for value in row[2:])]
+
+
+def _side_by_side(facts: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """A row for each fact: its name, and its value in each mapping, empty where it has none."""
+    names = dict.fromkeys(name for values in facts for name in values)
+    return [[name, *("" if values.get(name) is None else values[name] for values in facts)] for name in names]
 
 
 def _longest(run: ReportedRun) -> int:
@@ -288,9 +286,7 @@ def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
 
 def _provenance(runs: Sequence[ReportedRun]) -> list[Section]:
     """The provenance of the runs: a table of the facts that differ, and a list of the facts that are equal."""
-    facts = [flat(run.provenance) for run in runs]
-    names = dict.fromkeys(name for values in facts for name in values)
-    rows = [[name, *(values.get(name, "") for values in facts)] for name in names]
+    rows = _side_by_side([flat(run.provenance) for run in runs])
     same = {row[0]: row[1] for row in rows if all(value == row[1] for value in row[2:])}
     others = [row for row in rows if row[0] not in same]
     return [

@@ -6,7 +6,9 @@ with Rewards(settings, tags=data.tags) as rewards:
 
 import logging
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from posttrain.base.errors import RewardError
@@ -37,7 +39,7 @@ from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of,
 log = logging.getLogger("posttrain")
 
 
-class Rewards:
+class Rewards(ExitStack):
     """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
     `environments`: classes of the environments, each a reward of its own. `pool`: grading workers to share; without it,
@@ -48,7 +50,8 @@ class Rewards:
     `sampled_ids`, reward models score the text; with `zeros_count`, a reward of weight 0 adds 0 to totals, and a
     completion without its verdict is dropped.
 
-    Raises RewardError, before the first rollout, if a reward cannot work.
+    Raises RewardError, before the first rollout, if a reward cannot work. As a context manager, or by `close`, it ends
+    the threads of functions and judges, and workers that are not shared.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Rewards:
         environments: Sequence[str] = (),
         names_functions: bool = True,
     ):
+        super().__init__()
         settings = named_by_function(settings) if names_functions else settings
         self._environments = tuple(environments)
         names = [term_name(term) for term in settings]
@@ -78,31 +82,27 @@ class Rewards:
             raise RewardError(f"{ALL_ZERO} ({', '.join(names)})")
         self.settings, self._zeros_count = tuple(settings), zeros_count
         self._tags = tags or TagsConfig()
-        self._own_pool: Pool | None = None
-        self._functions = {
-            name: _function(term, devices or DevicesConfig(), max_completion_length, sampled_ids, date)
-            for name, term in zip(names, settings, strict=True)
-            if not isinstance(term, RuleReward | PythonReward | JudgeReward)
-        }
-        self._python = {
-            name: RewardFunction(term.function, term.timeout, term.retries)
-            for name, term in zip(names, settings, strict=True)
-            if isinstance(term, PythonReward)
-        }
+        self._functions: dict[str, Function] = {}
+        self._python: dict[str, RewardFunction] = {}
         self._judges: dict[str, SingleJudge] = {}
         rules = list(dict.fromkeys(term.type for term in settings if isinstance(term, RuleReward)))
-        if pool is None and rules:
-            pool = self._own_pool = Pool(workers, deadline, modules=modules_of(rules))
-        self._pool = pool
         try:
-            if pool is not None:
+            for name, term in zip(names, settings, strict=True):
+                if isinstance(term, PythonReward):
+                    self._python[name] = RewardFunction(term.function, term.timeout, term.retries)
+                    self.callback(self._python[name].close)
+                elif isinstance(term, JudgeReward):
+                    self._judges[name] = self.enter_context(SingleJudge(term))
+                elif not isinstance(term, RuleReward):
+                    limits = max_completion_length, sampled_ids, date
+                    self._functions[name] = _function(term, devices or DevicesConfig(), *limits)
+            if rules:
+                pool = pool or self.enter_context(Pool(workers, deadline, modules=modules_of(rules)))
                 for rule in rules:
                     prove(pool, rule, self._tags)
-            for name, term in zip(names, settings, strict=True):
-                if isinstance(term, JudgeReward):
-                    self._judges[name] = SingleJudge(term)
+            self._pool = pool
         except BaseException:
-            self.close(keep=False)
+            self.__exit__(*sys.exc_info())
             raise
 
     @classmethod
@@ -197,21 +197,6 @@ class Rewards:
             f"{name}_accuracy": statistics.fmean(verdict for verdict in verdicts if verdict is not None)
             for name, verdicts in self.right(rewarded).items()
         }
-
-    def close(self, keep: bool = True) -> None:
-        """Close the threads of functions and judges, and the pool unless it is shared (`keep`: see `Pool.close`)."""
-        for judge in self._judges.values():
-            judge.close()
-        for function in self._python.values():
-            function.close()
-        if self._own_pool is not None:
-            self._own_pool.close(keep)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        self.close(keep=error is None)
 
 
 def _without_verdict(term: Reward) -> RewardPart:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from posttrain.base.console import PlainConsole, progress
+from posttrain.base.console import PlainConsole, progress, text_table
 from posttrain.base.errors import DataError, RewardError
 from posttrain.base.words import counted
 from posttrain.config import TagsConfig
@@ -140,10 +139,8 @@ def _row(record: Record, grade: Grade | None, problem: str | None) -> dict[str, 
 
 
 def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console) -> None:
-    table = Table(title=f"{counted(len(grades), 'completion')} by {reward}", title_justify="left")
-    table.add_column("verdict")
-    table.add_column("rows", justify="right")
-    table.add_column("share", justify="right")
+    title = f"{counted(len(grades), 'completion')} by {reward}"
+    table = text_table("verdict", "rows", "share", left=("verdict",), title=title)
     counts = Counter(grade.verdict for grade in grades)
     for verdict in (*VERDICTS, *("not_applicable",) * ("not_applicable" in counts)):
         table.add_row(verdict, str(counts[verdict]), f"{counts[verdict] / len(grades):.1%}")
