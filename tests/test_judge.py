@@ -23,8 +23,16 @@ from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
 from posttrain.config.schema.rewards import JudgeReward, Reward
 from posttrain.judges import client as client_module
 from posttrain.judges import post
-from posttrain.judges.judge import JudgeInput, Pair, PairJudge, SingleJudge, summarise
-from posttrain.judges.prompts import filled, read_preference, read_score
+from posttrain.judges.judge import (
+    JudgeInput,
+    Pair,
+    PairJudge,
+    SingleJudge,
+    filled,
+    read_preference,
+    read_score,
+    summarise,
+)
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.runs.metrics import read_metrics
 

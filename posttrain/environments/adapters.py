@@ -22,7 +22,14 @@ LAUNCH = (
 )
 
 
-class Mcp(ToolServer):
+class _Connected:
+    """An environment whose attributes are connections, which rewards cannot read."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Mcp(_Connected, ToolServer):
     """The tools of an MCP server, a Python file of yours, which is started for each episode and spoken to over stdio.
 
     For another program, write a class of your own that passes `command` to this one's `__init__`: settings alone may
@@ -87,11 +94,8 @@ class Mcp(ToolServer):
             self._over.set()
             await self._task
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
-
-class OpenEnv:
+class OpenEnv(_Connected):
     """`contract: messages`. A client of an OpenEnv server at `base_url`: a reply is the action `{field: reply}`.
 
     `shows`: the field of observations that the model reads; None: all of them as JSON. `columns`: the columns of a row
@@ -122,11 +126,8 @@ class OpenEnv:
         shown = observation if self._shows is None else observation[self._shows]
         return [{"role": "user", "content": shown if isinstance(shown, str) else json.dumps(shown, default=str)}]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
-
-class SkyRL:
+class SkyRL(_Connected):
     """`contract: messages`. An environment of SkyRL-Gym: the name of one that comes with it, or `FILE.py:CLASS`.
 
     `config` are its settings, a row's columns its `extras`. The column `prompt` begins the conversation; what `init`
@@ -157,9 +158,6 @@ class SkyRL:
 
     def close(self) -> None:
         self._environment.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 class _Config(dict[str, Any]):

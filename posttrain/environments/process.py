@@ -8,7 +8,6 @@ with Environments(settings, tools) as environments:
 
 import base64
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -27,6 +26,7 @@ from posttrain.base.functions import as_module, find_function
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.grading.process import Deadlines, Template, worker_environment
+from posttrain.grading.worker import named
 
 BODY = "posttrain.environments.worker:serve"
 _NAMES = table_beside(__file__, "process.yaml")
@@ -319,10 +319,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _found(name: str) -> Callable[..., Any]:
     """A class or function of a user's file, or a built-in class. Raises RewardError if there is none."""
-    if name in BUILT_IN.values():
-        module, _, attribute = name.partition(":")
-        return getattr(importlib.import_module(module), attribute)
-    return find_function(name)
+    return named(name) if name in BUILT_IN.values() else find_function(name)
 
 
 def _module_name(name: str) -> str:

@@ -19,7 +19,6 @@ tool's result, as in TRL. What the class prints is discarded.
 import asyncio
 import base64
 import contextlib
-import importlib
 import inspect
 import json
 import math
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO
 from posttrain.base.files import remember_settings
 from posttrain.base.terminal import visible
 from posttrain.environments import ToolServer
-from posttrain.grading.worker import end_with, limits, say
+from posttrain.grading.worker import end_with, limits, named, say
 
 MEMORY_BYTES = 2_000_000_000  # of address space, beyond what the imports reserve if that is more
 RESULT_CHARACTERS = 1_000_000  # of a tool's result; more is cut and counted as a failure
@@ -85,10 +84,10 @@ class Episode:
         for other in others:
             remember_settings(Path(other, "settings"))
         if request["make"] is not None:
-            self.environment = _named(request["make"])(**request["args"])
+            self.environment = named(request["make"])(**request["args"])
         if self.environment is not None and not callable(getattr(self.environment, "reset", None)):
             raise TypeError("an environment needs a method `reset`")
-        functions = [_named(name) for name in request["tools"]]
+        functions = [named(name) for name in request["tools"]]
         served: list[dict[str, Any]] = []
         if isinstance(self.environment, ToolServer):
             served = self._awaited(self.environment.schemas())
@@ -165,11 +164,6 @@ class Episode:
 def described(error: BaseException) -> str:
     """An exception in a line."""
     return visible(f"{type(error).__name__}: {error}")[:500]
-
-
-def _named(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

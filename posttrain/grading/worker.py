@@ -163,8 +163,7 @@ def _loaded(modules: list[str]) -> Callable[..., None]:
     try:
         for module in modules:
             getattr(importlib.import_module(module.partition(":")[0]), "warm_up", lambda: None)()
-        module, _, function = (modules or [""])[0].partition(":")
-        return getattr(importlib.import_module(module), function) if function else _serve
+        return named(modules[0]) if modules and ":" in modules[0] else _serve
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"[:EXTRACTED_CHARACTERS]
         return lambda _, replies, *__: say(replies, {"failed": failure})
@@ -288,7 +287,7 @@ def _tell(link: socket.socket, number: int) -> None:
 def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
     """The reply to one job. An exception in a rule is a crash; rules themselves judge an unreadable answer as wrong."""
     try:
-        rule = _rule(job["rule"])
+        rule: Rule = named(job["rule"])
         try:
             _check_gold(job["rule"], job["gold"], json.dumps(job["options"], sort_keys=True))
         except BadGold as error:
@@ -309,14 +308,15 @@ def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
 
 
 @lru_cache
-def _rule(name: str) -> Rule:
+def named(name: str) -> Any:
+    """The object that `module:NAME` names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 @lru_cache(maxsize=256)
 def _check_gold(rule: str, gold: str | None, options: str) -> None:
-    _rule(rule).check_gold(gold, **json.loads(options))
+    named(rule).check_gold(gold, **json.loads(options))
 
 
 def _silence() -> None:

@@ -1,33 +1,110 @@
 """Judges: `SingleJudge` scores one completion (`type: judge`), `PairJudge` says which of two is better.
 
-A pair is judged in both orders, because judges favour a position (arXiv 2306.05685, section 3.3). A reply that cannot
-be read is followed by a second question in the same conversation.
+The questions are in the style of MT-Bench (Zheng et al. 2023, arXiv 2306.05685, figures 5 to 10): they ask for a short
+explanation, then the verdict in double square brackets. A pair is judged in both orders, because judges favour a
+position (section 3.3). A reply that cannot be read is followed by a second question in the same conversation.
 """
 
+import json
 import logging
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.base.distributions import sign_test
+from posttrain.base.files import table_beside
 from posttrain.base.words import counted
 from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
+from posttrain.grading.extract import after_thinking, last_number
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, Grade
-from posttrain.judges import prompts
 from posttrain.judges.client import JudgeClient, Message, Reply
 
 log = logging.getLogger("posttrain")
 
+Prompt = str | Sequence[Mapping[str, Any]]
 Better = Literal["a", "b", "tie"]
 Result = Literal["win", "loss", "tie"]
 COSTS = ("requests", "prompt_tokens", "completion_tokens")
+TEXTS = table_beside(__file__, "prompts.yaml")
+_RATING = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
+_OUT_OF = re.compile(r"\s*/\s*\d+(?:\.\d+)?")  # 7/10 means 7
+_PREFERENCE = re.compile(r"\[\[([ABC])\]\]")
+MOST_OBJECTS = 100  # maximum number of braces in a reply at which a JSON object is sought
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """The template with `{name}` replaced for every name in `values`. Braces elsewhere and in values are unchanged."""
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
+
+
+def built_in(name: str, answer: str | None) -> str:
+    """A question of prompts.yaml, with a field for the reference answer (`{answer}`) if there is one."""
+    parts = {part: TEXTS[part] * (answer is not None) for part in ("reference", "reference_rule")}
+    return filled(TEXTS[name], parts)
+
+
+def as_text(prompt: Prompt) -> str:
+    """A prompt as one string. A single user message becomes its content; other conversations include the roles."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0].get("role") == "user":
+        return str(prompt[0].get("content") or "")
+    return "\n\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in prompt)
+
+
+def read_score(text: str, settings: ScoreSettings) -> float | None:
+    """The score in a reply, after its thinking; None if it has no score from min_score to max_score."""
+    text = after_thinking(text)
+    match settings.read:
+        case "rating":
+            found = next(reversed(_RATING.findall(text)), None)
+        case "number":
+            found = last_number(_OUT_OF.sub("", text))
+        case "json":
+            found = _field(text, settings.field or "score")
+        case "regex":
+            matches = list(re.finditer(settings.pattern or "", text))
+            found = matches[-1][1] if matches else None
+    score = _number(found)
+    return score if score is not None and settings.min_score <= score <= settings.max_score else None
+
+
+def read_preference(text: str) -> str | None:
+    """The last verdict in double brackets after the thinking: A, B, or C for a tie; None if there is no verdict."""
+    return next(reversed(_PREFERENCE.findall(after_thinking(text))), None)
+
+
+def _field(text: str, name: str) -> Any:
+    """The value of this field in the last JSON object of the text that has it."""
+    decoder, found, at = json.JSONDecoder(), None, text.find("{")
+    for _ in range(MOST_OBJECTS):
+        if at < 0:
+            break
+        try:
+            value, end = decoder.raw_decode(text, at)
+            found = value.get(name, found)
+        except (ValueError, RecursionError):
+            end = at + 1
+        at = text.find("{", end)
+    return found
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value.replace(",", "").strip(" $%") if isinstance(value, str) else value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +183,7 @@ def _both(first: Reply, second: Reply) -> Reply:
 class JudgeInput:
     """A completion to judge; `answer` is the right answer, if it is known."""
 
-    prompt: prompts.Prompt
+    prompt: Prompt
     completion: str
     answer: str | None = None
 
@@ -148,17 +225,17 @@ class SingleJudge(_Judge):
         settings = self.settings
         wanted = '"[[rating]]"' if settings.read == "rating" else "the score in the form that was asked for"
         questions = [question for question in started if question is not None]
-        found = iter(self._replies(questions, lambda text: prompts.read_score(text, settings), wanted, title))
+        found = iter(self._replies(questions, lambda text: read_score(text, settings), wanted, title))
         missing = Judged("bad_gold", reason="the row has no answer, but the judge's prompt has {answer}")
         return [missing if question is None else self._judged(next(found)) for question in started]
 
     def _messages(self, judged: JudgeInput) -> list[Message]:
         template, system = self.settings.prompt, self.settings.system_prompt
         if template is None:
-            template = prompts.built_in("single", judged.answer)
-            system = prompts.TEXTS["single_system"] if system is None else system
-        values = {"prompt": prompts.as_text(judged.prompt), "completion": judged.completion}
-        question = {"role": "user", "content": prompts.filled(template, values | {"answer": judged.answer or ""})}
+            template = built_in("single", judged.answer)
+            system = TEXTS["single_system"] if system is None else system
+        values = {"prompt": as_text(judged.prompt), "completion": judged.completion}
+        question = {"role": "user", "content": filled(template, values | {"answer": judged.answer or ""})}
         return [question] if system is None else [{"role": "system", "content": system}, question]
 
     def _judged(self, reply: Reply) -> Judged:
@@ -180,7 +257,7 @@ class SingleJudge(_Judge):
 class Pair:
     """Two completions of a prompt; `answer` is the right answer, if it is known."""
 
-    prompt: prompts.Prompt
+    prompt: Prompt
     a: str
     b: str
     answer: str | None = None
@@ -234,16 +311,16 @@ class PairJudge(_Judge):
     def compare(self, pairs: Sequence[Pair], title: str = "") -> list[Preference]:
         """The preference for each pair, in order; shows a progress bar if `title` is given."""
         questions = [self._ask(_messages(pair, swapped)) for pair in pairs for swapped in (False, True)]
-        found = self._replies(questions, prompts.read_preference, '"[[A]]", "[[B]]" or "[[C]]"', title)
+        found = self._replies(questions, read_preference, '"[[A]]", "[[B]]" or "[[C]]"', title)
         return [_preference(found[at], found[at + 1]) for at in range(0, len(found), 2)]
 
 
 def _messages(pair: Pair, swapped: bool) -> list[Message]:
     a, b = (pair.b, pair.a) if swapped else (pair.a, pair.b)
-    values = {"prompt": prompts.as_text(pair.prompt), "a": a, "b": b, "answer": pair.answer or ""}
+    values = {"prompt": as_text(pair.prompt), "a": a, "b": b, "answer": pair.answer or ""}
     return [
-        {"role": "system", "content": prompts.built_in("pair_system", pair.answer)},
-        {"role": "user", "content": prompts.filled(prompts.built_in("pair", pair.answer), values)},
+        {"role": "system", "content": built_in("pair_system", pair.answer)},
+        {"role": "user", "content": filled(built_in("pair", pair.answer), values)},
     ]
 
 
