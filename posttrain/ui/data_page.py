@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from posttrain.base.errors import ConfigError
@@ -13,9 +13,8 @@ from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.runs.files import read_regular
-from posttrain.ui.commands import Output
 from posttrain.ui.new_page import draft
-from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden, pager
+from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden, pager, unfinished
 from posttrain.ui.runs_page import run_links
 from posttrain.ui.viewer import Viewer
 from posttrain.ui.votes import seen
@@ -27,6 +26,12 @@ LISTED = 100  # maximum number of dropped rows listed
 EXAMPLES = 3  # maximum number of examples per finding
 OWN = ("set", "sort", "row", "page")  # parameters of the address that are not settings
 CHECK = ("--json", "--rows", "0")
+# Of the two commands: the button, what it does, what is shown while it runs, and its name in an error.
+READING = ("Read the data", " reads and tokenises it as a run would (a data set on the hub is downloaded)",
+           "The data is being read and tokenised …", "Reading the data")  # fmt: skip
+CHECKING = ("Check", " duplicates, validation rows in training, questions of evaluation suites, length bias",
+            "The rows are being checked …", "The checks")  # fmt: skip
+RELATIVE = "Relative paths in the settings are relative to the folder where posttrain ui was started."
 
 
 def data_page(viewer: Viewer, query: Query) -> Markup:
@@ -42,7 +47,9 @@ def data_page(viewer: Viewer, query: Query) -> Markup:
     output = commands.find("explore", text, arguments)
     acts = el("form", id=FORM, method="post", action=query.but(PATH))  # the buttons submit this form
     if output is None or output.code != 0:
-        return join([title, acts, _unread(output)])
+        button = partial(act, "read", form=FORM, class_=None if output else "primary")
+        left = unfinished(output, button, *READING)
+        return join([title, acts, left, el("p", RELATIVE, class_="quiet") if output and output.code else None])
     explored = _parsed(output.text)
     dropped = [part for name, report in explored["reports"].items() for part in _dropped(name, report)]
     about_rows = [el("h2", "Dropped"), dropped or message("Every row is used as it is."), _checks(viewer, text)]
@@ -104,19 +111,6 @@ def _arguments(query: Query) -> tuple[str, ...]:
     return ("--json", "--no-quality", "--rows", str(BLOCK), *order, *where)
 
 
-def _unread(output: Output | None) -> Markup:
-    """What the page shows instead of data that has not been read."""
-    if output is None:
-        button = act("read", "Read the data", FORM, class_="primary")
-        about = " reads and tokenises it as a run would (a data set on the hub is downloaded)"
-        return el("p", button, el("span", about, class_="quiet"))
-    if output.code is None:
-        return message("The data is being read and tokenised …")
-    where = "Relative paths in the settings are relative to the folder where posttrain ui was started."
-    error = message(output.text or "Reading the data failed without a message.", "error")
-    return join([error, el("p", where, class_="quiet"), el("p", act("read", "Read again", FORM))])
-
-
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> dict[str, Any]:
     try:
@@ -168,16 +162,9 @@ def _dropped(name: str, report: Mapping[str, Any]) -> list[Markup]:
 
 def _checks(viewer: Viewer, text: str) -> Markup:
     """The results of the checks for duplicates, evaluation questions and length bias, after a click on Check."""
-    output = viewer.commands.find("explore", text, CHECK)
-    title = el("h2", "Checks of the rows")
-    if output is not None and output.code is None:
-        return join([title, message("The rows are being checked …")])
-    button = act("check", "Check" if output is None else "Check again", FORM)
-    if output is None:
-        about = " duplicates, validation rows in training, questions of evaluation suites, length bias"
-        return join([title, el("p", button, el("span", about, class_="quiet"))])
-    if output.code:
-        return join([title, message(output.text or "The checks failed without a message.", "error"), el("p", button)])
+    output, title = viewer.commands.find("explore", text, CHECK), el("h2", "Checks of the rows")
+    if output is None or output.code != 0:
+        return join([title, unfinished(output, partial(act, "check", form=FORM), *CHECKING)])
     findings, found = _parsed(output.text)["findings"], []
     for what, same in findings["duplicates"].items():
         examples = [f"{later} repeats {earlier}" for later, earlier in same["rows"][:EXAMPLES]]

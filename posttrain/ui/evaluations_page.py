@@ -11,7 +11,7 @@ from posttrain.evaluation.comparing.page import HOW, differences_table, interval
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
 from posttrain.runs.receipt import shown_turns
-from posttrain.ui.parts import Query, address, choice, form, hidden, pager, search
+from posttrain.ui.parts import Query, address, choice, contains, form, hidden, pager, search
 from posttrain.ui.receipt import said
 from posttrain.ui.runs_page import toggle
 from posttrain.ui.viewer import Evaluation, Viewer
@@ -151,7 +151,7 @@ def _fits(answer: Answer, query: Query) -> bool:
     return (
         query.one("verdict") in ("", answer.verdict)
         and query.one("class") in ("", answer.format_and_answer)
-        and _contains(query.one("find"), *texts)
+        and contains(query.one("find"), *texts)
     )
 
 
@@ -212,15 +212,8 @@ def _pairs(
         for pair in pairs
         if (won != "a" or pair.a_score > pair.b_score)
         and (won != "b" or pair.b_score > pair.a_score)
-        and _contains(find, pair.a.item, pair.a.prompt, pair.a.gold, pair.a.completion, pair.b.completion)
+        and contains(find, pair.a.item, pair.a.prompt, pair.a.gold, pair.a.completion, pair.b.completion)
     ]
-
-
-def _contains(find: str, *texts: str | None) -> bool:
-    """Whether every word of the search `find` occurs in at least one of the texts."""
-    words = find.casefold().split()
-    text = " ".join(map(str, texts)).casefold() if words else ""
-    return all(word in text for word in words)
 
 
 def _paged(items: Sequence[Any], query: Query) -> Sequence[Any]:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from posttrain.config.schema.datasets import known_sets
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.reports.markup import Markup, el, join, link, message
 from posttrain.ui.commands import CONFIGS, Launch
-from posttrain.ui.parts import SHOW, Query, act, address, choice
+from posttrain.ui.parts import SHOW, Query, act, address, choice, unfinished
 from posttrain.ui.run_page import launched
 from posttrain.ui.viewer import Viewer, models_below
 
@@ -40,6 +41,8 @@ REWARD = re.compile(r"rewards\.(\d{1,2})\.(\w+)")  # a field of a reward: `rewar
 MEANING = re.compile(r"null: ([^;.]+)")  # what a setting without a value means, in its description
 ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 DEPTH, MOST = 2, 200  # levels below the current folder that are searched for models and rows; the most of each
+PLANNING = ("Plan", " examples, tokens, steps and memory, before anything runs",
+            "Planning: the data is being read and tokenised …", "The plan")  # fmt: skip
 HINTS = {"training.learning_rate": "the method's", "data.validation.ratio": "0.05"}
 
 
@@ -342,15 +345,9 @@ def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
 
 def _plan(viewer: Viewer, made: Draft) -> Markup:
     output = viewer.commands.find("plan", made.text)
-    if output is None:
-        about = el("span", " examples, tokens, steps and memory, before anything runs", class_="quiet")
-        return el("p", act("plan", "Plan", FORM), about)
-    if output.code is None:
-        return message("Planning: the data is being read and tokenised …")
-    if output.code:
-        again = el("p", act("plan", "Plan again", FORM))
-        return join([message(output.text or "The plan failed without a message.", "error"), again])
-    return join([el("h2", "Plan"), el("pre", output.text)])
+    if left := unfinished(output, partial(act, "plan", form=FORM), *PLANNING):
+        return left
+    return join([el("h2", "Plan"), el("pre", output.text if output else "")])
 
 
 def _copy(label: str, text: str) -> Markup:

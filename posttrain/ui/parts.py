@@ -5,7 +5,7 @@ table or a plot are a form whose values become the address.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -13,8 +13,9 @@ from urllib.parse import parse_qsl, urlencode
 from posttrain.base.words import counted
 from posttrain.reports import design
 from posttrain.reports.chart import HOVER
-from posttrain.reports.markup import Child, Markup, el, join, link
+from posttrain.reports.markup import Child, Markup, el, join, link, message
 from posttrain.reports.page import digest, document, script_in
+from posttrain.ui.commands import Output
 
 LONGEST, MOST = 8_000, 200  # maximum characters and values read from an address
 BIG = 1 << 53
@@ -37,8 +38,8 @@ class Query:
 
     pairs: Sequence[tuple[str, str]] = field(default_factory=tuple)
 
-    def one(self, name: str, default: str = "") -> str:
-        return next((value for key, value in self.pairs if key == name), default)
+    def one(self, name: str) -> str:
+        return next((value for key, value in self.pairs if key == name), "")
 
     def many(self, name: str) -> list[str]:
         return list(dict.fromkeys(value for key, value in self.pairs if key == name))
@@ -100,6 +101,19 @@ def act(name: str, label: str, form: str, **attributes: object) -> Markup:
     return el("button", label, form=form, formmethod="post", name="act", value=name, **attributes)
 
 
+def unfinished(
+    output: Output | None, button: Callable[[str], Markup], label: str, about: str, running: str, what: str
+) -> Markup | None:
+    """What a page shows of a command before it has run (None), while it runs, and if it has failed: a button with this
+    label and its explanation, a note, the error with a button to try again. None if it has succeeded."""
+    if output is None:
+        return el("p", button(label), el("span", about, class_="quiet"))
+    if output.code is None:
+        return message(running)
+    again = el("p", button(f"{label.partition(' ')[0]} again"))
+    return join([message(output.text or f"{what} failed without a message.", "error"), again]) if output.code else None
+
+
 def hidden(query: Query, *names: str) -> list[Markup]:
     """Hidden inputs that pass on parameters of the address set by other controls."""
     return [el("input", type="hidden", name=name, value=value) for name in names for value in query.many(name)]
@@ -131,6 +145,12 @@ def slider(name: str, label: str, choices: Sequence[str], value: str) -> Markup:
         for each in choices
     ]
     return el("fieldset", el("legend", label), el("span", *options, class_="steps"))
+
+
+def contains(find: str, *texts: object) -> bool:
+    """Whether every word of the search `find` occurs in at least one of the texts."""
+    text = " ".join(map(str, texts)).casefold() if find else ""
+    return all(word in text for word in find.casefold().split())
 
 
 def pager(query: Query, path: str, size: int, total: int, what: str) -> Markup:

@@ -17,7 +17,7 @@ from posttrain.runs.finding import folders_of, root_of
 from posttrain.runs.folder import never_stepped
 from posttrain.runs.managing.removing import delete
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.parts import Query, act, address, choice, form, hidden, search, slider
+from posttrain.ui.parts import Query, act, address, choice, contains, form, hidden, search, slider
 from posttrain.ui.viewer import STATES, Viewer
 
 PATH, FORM = "/", "acts"
@@ -77,14 +77,13 @@ def _failed(viewer: Viewer) -> Markup | None:
 
 def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
     """The runs that match the filters, in the chosen order."""
-    words = query.one("find").casefold().split()
-    state, method = query.one("state"), query.one("method")
-
-    def fits(run: RunSummary) -> bool:
-        text = " ".join([run.name, run.method, run.model, run.data, *run.tags, run.note]).casefold()
-        return state in ("", run.state) and method in ("", run.method) and all(word in text for word in words)
-
-    kept = list(filter(fits, rows))
+    find, state, method = (query.one(name) for name in ("find", "state", "method"))
+    kept = [
+        run
+        for run in rows
+        if state in ("", run.state) and method in ("", run.method)
+        and contains(find, run.name, run.method, run.model, run.data, *run.tags, run.note)
+    ]  # fmt: skip
     keys = {
         "name": lambda run: run.name.casefold(),
         "state": lambda run: STATES.index(run.state) if run.state in STATES else len(STATES),

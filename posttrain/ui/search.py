@@ -7,7 +7,6 @@ recognised by their fingerprints and read again. The index can be deleted at any
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import sqlite3
 import threading
@@ -20,13 +19,14 @@ from typing import Any
 
 from posttrain.base.errors import PosttrainError
 from posttrain.base.files import table_beside
+from posttrain.base.words import by_key
 from posttrain.runs.receipt import CompletionReceipt, factor
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.ui.parts import Query
 
 log = logging.getLogger("posttrain")
 
-VERSION = 1
+VERSION = 2  # another version has another file
 REST_S = 0.003  # seconds to pause after every step, so that pages are served meanwhile
 AGE_S = 2.0  # seconds after which the run's database is read again
 SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ class Index:
 
     def __init__(self, run: Path, cache: Path):
         self.run = run
-        name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:24]
+        name = hashlib.sha256(f"{VERSION} {run.absolute()}".encode()).hexdigest()[:24]
         self.path = cache / f"rollouts-{name}.sqlite"
         self.problem = ""
         self.progress: tuple[int, int] | None = None  # new steps read so far and their total, while the thread works
@@ -80,8 +80,8 @@ class Index:
     def choices(self) -> dict[str, list[str]]:
         """The verdicts, finish reasons and reward parts that occur in the indexed steps."""
         with closing(self._opened()) as connection:
-            row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
-        return json.loads(row[0]) if row else {"verdict": [], "ended": [], "part": []}
+            known = by_key(connection.execute("SELECT kind, value FROM choices ORDER BY value"))
+        return {kind: known.get(kind, []) for kind in ("verdict", "ended", "part")}
 
     def _opened(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,6 @@ def _add(connection: sqlite3.Connection, step: int, fingerprint: str, stored: St
     for index, prompt in prompts.items():
         ids[index] = connection.execute("INSERT INTO prompts (step) VALUES (?)", (step,)).lastrowid
         connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (ids[index], prompt["prompt"]))
-    choices = {"verdict": set(), "ended": set(), "part": set()}
     for rollout in rollouts:
         index, completion = rollout["prompt_index"], CompletionReceipt.of(rollout)
         numbers, verdict = completion.numbers, completion.verdict
@@ -179,14 +178,10 @@ def _add(connection: sqlite3.Connection, step: int, fingerprint: str, stored: St
         connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (added, completion.text))
         graded = [(added, name, part.value) for name, part in completion.parts.items()]
         connection.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?)", graded)
-        choices["verdict"].add(verdict)
-        choices["ended"].add(completion.finish_reason)
-        choices["part"].update(name for _, name, _ in graded)
+        choices = [("verdict", verdict), ("ended", completion.finish_reason)]
+        choices += [("part", name) for name in completion.parts]
+        connection.executemany("INSERT OR IGNORE INTO choices VALUES (?, ?)", [pair for pair in choices if pair[1]])
     connection.execute("INSERT INTO steps VALUES (?, ?)", (step, fingerprint))
-    stored_choices = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
-    before = json.loads(stored_choices[0]) if stored_choices else {}
-    merged = {name: sorted({*filter(None, values), *before.get(name, [])}) for name, values in choices.items()}
-    connection.execute("INSERT OR REPLACE INTO facts VALUES ('choices', ?)", (json.dumps(merged),))
 
 
 def words_of(search: str) -> list[str]:
