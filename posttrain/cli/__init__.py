@@ -30,7 +30,7 @@ HELP = "Post-training of language models: supervised fine-tuning, reward models,
 VERBS = {
     "train": "train", "launch": "train", "plan": "train", "sweep": "sweep", "explore": "data", "score": "rows",
     "grade": "rows", "generate": "rows", "sample": "rows", "eval": "eval", "export": "export", "quantize": "export",
-    "rollouts": "rollouts", "why": "rollouts", "regrade": "rollouts", "report": "report", "compare": "compare",
+    "rollouts": "rollouts", "why": "rollouts", "regrade": "rollouts", "report": "runs", "compare": "compare",
     "losses": "rollouts", "serve": "serve", "chat": "serve", "verify-resume": "train", "ui": "serve",
     "quickstart": "start", "doctor": "start",
 }  # fmt: skip

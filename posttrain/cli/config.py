@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import say
 from posttrain.base.words import counted
@@ -100,9 +98,8 @@ def import_(
 @app.command("list")
 def list_() -> None:
     """List the presets: ready-made settings that name data and models on the hub."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("preset", no_wrap=True, style="bold")
-    table.add_column("what it does", overflow="fold")
+    columns = ("preset", "what it does")
+    table = text_table(*columns, left=columns)
     for name in preset_names():
         table.add_row(name, preset_summary(name))
     console = PlainConsole()

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.errors import DataError, UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.terminal import say
@@ -44,9 +42,8 @@ app = typer.Typer(help="List known data sets, and save one for offline use.", no
 @app.command("list")
 def list_() -> None:
     """List the data sets that data.source knows by a short name, with their formats."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("data.source", "on the hub", "format", "what it is"):
-        table.add_column(name, no_wrap=name == "data.source", overflow="fold")
+    columns = ("data.source", "on the hub", "format", "what it is")
+    table = text_table(*columns, left=columns)
     for name, known in known_sets().items():
         table.add_row(name, known.source, known.format, known.about)
     console = PlainConsole()

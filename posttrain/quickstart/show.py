@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.base.console import numbers_table
 from posttrain.base.files import table_beside
 from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, contrasting, paired, rows
 from posttrain.reports import page
@@ -81,10 +82,7 @@ def figures(outcome: Outcome) -> Iterator[Drawing]:
 def tell(outcome: Outcome, console: Console) -> None:
     """Print the table, a few examples, and what to try next, in 80 columns."""
     console.print()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", style="bold")
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = numbers_table("", *COLUMNS)
     for row in rows(outcome.measured):
         table.add_row(*row)
     console.print(table)

@@ -14,10 +14,9 @@ from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.runs.files import read_regular
 from posttrain.ui.new_page import draft
-from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden, pager, unfinished
+from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden, pager, seen, unfinished
 from posttrain.ui.runs_page import run_links
 from posttrain.ui.viewer import Viewer
-from posttrain.ui.votes import seen
 
 PATH, FORM = "/data", "acts"
 SORTS = {"row": "as in the data", "longest": "longest first", "shortest": "shortest first"}

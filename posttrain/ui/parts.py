@@ -147,6 +147,12 @@ def slider(name: str, label: str, choices: Sequence[str], value: str) -> Markup:
     return el("fieldset", el("legend", label), el("span", *options, class_="steps"))
 
 
+def seen(text: str) -> str:
+    """The text of a token with visible line breaks and tabs; if the text is blank, also with visible spaces."""
+    lines = text.replace("\n", "⏎\n").replace("\t", "⇥\t")
+    return lines if text.strip() else lines.replace(" ", "␣") or "∅"
+
+
 def contains(find: str, *texts: object) -> bool:
     """Whether every word of the search `find` occurs in at least one of the texts."""
     text = " ".join(map(str, texts)).casefold() if find else ""

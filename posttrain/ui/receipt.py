@@ -21,7 +21,7 @@ from posttrain.runs.receipt import (
 )
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.parts import Query, address
+from posttrain.ui.parts import Query, address, seen
 
 PATH = "/rollouts"
 MOST = 5  # tokens listed with the largest push
@@ -160,7 +160,7 @@ def heat(
         written = f"{value:+.4g}" if has_sign else f"{value:.4g}"
         parts.append(
             link(
-                _written(texts[at]),
+                seen(texts[at]),
                 query.but(PATH, token=at),
                 class_=" ".join(look for look, applies in looks.items() if applies) or None,
                 title=f"{at}: {written if numbers.trained[at] else NOT_SAMPLED}",
@@ -175,11 +175,6 @@ def heat(
         for first in range(0, len(texts), TOKENS)
     ]
     return join([shown, el("p", "Tokens ", *(part for page in pages for part in (page, " · ")), class_="quiet")])
-
-
-def _written(text: str) -> str:
-    """The text of a token, with visible line breaks and tabs."""
-    return text.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
 def _legend(name: str, numbers: TokenNumbers) -> Markup:
@@ -199,7 +194,7 @@ def _responsible(
     for at in [*([] if chosen is None or chosen in pushed else [chosen]), *pushed]:
         values = {name: float(each[at]) for name, each in columns.items()}
         cells = [signed(value) if name == "advantage" else number(value) for name, value in values.items()]
-        label = link(_written(texts[at]), query.but(PATH, token=at), class_="token")
+        label = link(seen(texts[at]), query.but(PATH, token=at), class_="token")
         note = "clipped" if numbers.clipped[at] else ""
         if not numbers.trained[at]:
             cells, note = ["–"] * len(columns), NOT_SAMPLED

@@ -15,6 +15,7 @@ from posttrain.base.errors import RunError
 from posttrain.reports.markup import Child, Markup, el, join, number
 from posttrain.runs.atomic import writing
 from posttrain.serving.client import ScoredToken
+from posttrain.ui.parts import seen
 
 COLOURS = {  # colouring -> quantity, value that has the full colour, legend
     "difference": ("log-probability, B minus A (nats)", 2.0, "Blue: more likely under B. Orange: more likely under A."),
@@ -78,12 +79,6 @@ def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
         others = ", ".join(f"{seen(text).replace(chr(10), '')} {value:.2f}" for text, value in token.alternatives)
         lines += [el("span", f"{name}: {facts}"), el("span", others, class_="quiet") if others else None]
     return lines
-
-
-def seen(text: str) -> str:
-    """The text of a token with visible line breaks; if the text is blank, also with visible spaces."""
-    lines = text.replace("\n", "⏎\n")
-    return lines if text.strip() else lines.replace(" ", "␣") or "∅"
 
 
 def undo_vote(file: Path, prompt: Turns, replies: Sequence[str]) -> int:
