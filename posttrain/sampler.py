@@ -19,9 +19,8 @@ from posttrain.batch import Example
 from posttrain.config import RolloutConfig
 from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
-from posttrain.environments.episode import start_of
+from posttrain.environments.episode import Forest, start_of
 from posttrain.environments.episodes import Episodes
-from posttrain.environments.forest import Forest
 from posttrain.environments.trajectory import rewarded_as
 from posttrain.grading.extract import THINK
 from posttrain.parallel.ranks import ALONE, Ranks

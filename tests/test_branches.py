@@ -22,9 +22,8 @@ from posttrain.config.schema.rollout import EnvironmentConfig
 from posttrain.engines import EmbeddedEngine, Sampling, generation
 from posttrain.engines.protocol import seed_of
 from posttrain.engines.turns import Turn, converse
-from posttrain.environments.episode import Start
+from posttrain.environments.episode import Forest, Start
 from posttrain.environments.episodes import Episodes, Limits, codecs_of
-from posttrain.environments.forest import Forest
 from posttrain.environments.process import Environments
 from posttrain.environments.trajectory import Trajectory
 from posttrain.inspection.losslab import losses

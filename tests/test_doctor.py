@@ -13,7 +13,7 @@ from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
 from posttrain.base.imports import installing
 from posttrain.cli import main
-from posttrain.doctor import all_checks, answer, checks, chosen, examine, libraries, machine, services
+from posttrain.doctor import all_checks, answer, checks, chosen, examine, machine, services
 from posttrain.doctor.checks import Broken, Check
 
 
@@ -181,7 +181,7 @@ def test_versions_outside_the_range(version, detail, fix, monkeypatch):
 
     monkeypatch.setattr(metadata, "version", known)
     with pytest.raises(Broken) as error:
-        libraries.transformers()
+        checks.transformers()
     assert (str(error.value), error.value.fix) == (detail, fix)
 
 

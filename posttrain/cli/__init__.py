@@ -29,7 +29,7 @@ HELP = "Post-training of language models: supervised fine-tuning, reward models,
 # Verb -> the module that has a function of the same name, in the order of the help.
 VERBS = {
     "train": "train", "launch": "train", "plan": "train", "sweep": "sweep", "explore": "data", "score": "rows",
-    "grade": "rows", "generate": "rows", "sample": "rows", "eval": "eval", "export": "export", "quantize": "export",
+    "grade": "rows", "generate": "rows", "sample": "rows", "eval": "eval", "export": "eval", "quantize": "eval",
     "rollouts": "rollouts", "why": "rollouts", "regrade": "rollouts", "report": "runs", "compare": "compare",
     "losses": "rollouts", "serve": "serve", "chat": "serve", "verify-resume": "train", "ui": "serve",
     "quickstart": "start", "doctor": "start",

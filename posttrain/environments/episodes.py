@@ -36,8 +36,7 @@ from posttrain.data.rows import RowError, variables_of
 from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of
 from posttrain.engines.turns import Turn, converse
-from posttrain.environments.episode import Episode, Start, Trunk
-from posttrain.environments.forest import Forest, Growth
+from posttrain.environments.episode import Episode, Forest, Growth, Start, Trunk
 from posttrain.environments.process import Environments, EpisodeError
 from posttrain.environments.trajectory import StopReason, Trajectory
 from posttrain.models.families import positions_of

@@ -3,13 +3,12 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 import sqlite3
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.files import beside
 from posttrain.environments import Environment
 
 CHARACTERS = 1_000  # of a passage in a result
@@ -59,18 +58,16 @@ def _index_of(corpus: Path, text: str, title: str) -> Path:
     index = corpus.with_name(f"{corpus.name}.{stamp}.fts5")
     if index.is_file():
         return index
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{index.name}.", dir=corpus.parent)
-    os.close(descriptor)
+    temporary = beside(index, "tmp")
     try:
         with contextlib.closing(sqlite3.connect(temporary)) as made, made:
             made.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='porter unicode61')")
             with corpus.open(encoding="utf-8") as lines:
                 passages = (_passage(corpus, number, line, text, title) for number, line in enumerate(lines, 1))
                 made.executemany("INSERT INTO passages VALUES (?, ?)", filter(None, passages))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, index)
+        temporary.replace(index)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return index
 

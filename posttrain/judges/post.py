@@ -103,9 +103,7 @@ class Post:
         return HTTPConnection(host, port, timeout=timeout)
 
 
-@functools.cache  # reading the certificate authorities takes a while
-def _certificates() -> ssl.SSLContext:
-    return ssl.create_default_context()
+_certificates = functools.cache(ssl.create_default_context)  # reading the certificate authorities takes a while
 
 
 def _seconds(header: str | None) -> float | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
-from posttrain.environments.forest import Forest
+from posttrain.environments.episode import Forest
 from posttrain.losses import keywords_of
 from posttrain.losses.advantage import Turns, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (

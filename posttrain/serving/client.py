@@ -260,10 +260,9 @@ def together(replies: Sequence[Iterator[str]]) -> Generator[tuple[int, str]]:
                 close()
             found.put((number, error))
 
-    threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate(replies)]
-    for thread in threads:
-        thread.start()
-    left, errors = len(threads), []
+    for pair in enumerate(replies):
+        threading.Thread(target=read, args=pair, daemon=True).start()
+    left, errors = len(replies), []
     try:
         while left:
             number, piece = found.get()

@@ -11,11 +11,12 @@ import logging
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,13 +38,12 @@ def host_name(host: str) -> str:
     return "" if match is None else match[1].strip("[]").lower()
 
 
-def ambiguous(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+def ambiguous(headers: Headers) -> str | None:
     """Why the site of a request is ambiguous (repeated header, or invalid host name); None if it is clear."""
-    names = [name.lower() for name, _ in headers]
-    for name in (b"host", b"origin"):
-        if names.count(name) > 1:
-            return f"the request repeats the header {name.decode()}"
-    host = next((value.decode("latin-1") for name, value in headers if name.lower() == b"host"), "")
+    for name in ("host", "origin"):
+        if len(headers.getlist(name)) > 1:
+            return f"the request repeats the header {name}"
+    host = headers.get("host", "")
     return f"{host!r} is not a host name" if host and not host_name(host) else None
 
 
@@ -65,8 +65,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope, headers)
+        refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is not None:
             await _answer(*refusal)(scope, receive, send)
             return
@@ -87,8 +86,8 @@ class Guard:
             too_long = _answer(413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error")
             await too_long(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
-        if (unclear := ambiguous(scope["headers"])) is not None:
+    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
+        if (unclear := ambiguous(headers)) is not None:
             return 403, unclear, "forbidden"
         host = host_name(headers.get("host", ""))
         if self.key is None and not is_loopback(host):

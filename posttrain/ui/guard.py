@@ -97,7 +97,7 @@ class Guard:
                 await PlainTextResponse("No page sends such an event.", 400)(scope, receive, guarded)
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
-        if (unclear := ambiguous(request.scope["headers"])) is not None:
+        if (unclear := ambiguous(request.headers)) is not None:
             return PlainTextResponse(unclear, 403)
         if UPLOADS.search(request.scope["path"]):
             return PlainTextResponse("No page uploads files.", 404)
