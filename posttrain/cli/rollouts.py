@@ -21,7 +21,7 @@ from posttrain.config.options import OVERWRITE
 from posttrain.config.reading.explain import did_you_mean
 
 if TYPE_CHECKING:  # imports numpy, which the help does not need
-    from posttrain.runs.receipt import CompletionReceipt, GroupReceipt, StoredPart
+    from posttrain.runs.receipt import CompletionReceipt, GroupReceipt
     from posttrain.runs.stored_rollouts import StoredRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
@@ -228,7 +228,7 @@ def _groups_table(groups: Sequence[GroupReceipt]) -> Table:
 def _parts_table(group: GroupReceipt) -> Table:
     table = _table("rollout", "reward", "advantage", *group.part_names, "completion")
     for completion in group.completions:
-        parts = [_part(completion.parts.get(name)) for name in group.part_names]
+        parts = [_short(str(completion.parts.get(name, "-"))) for name in group.part_names]
         numbers = (_number(completion.reward), _number(completion.advantage))
         table.add_row(str(completion.rollout), *numbers, *parts, Text(_short(completion.text)))
     return table
@@ -249,13 +249,6 @@ def _turns_table(completion: CompletionReceipt) -> Table:
         said = [turn.text, *turn.calls, f"({counted(turn.failed, 'call')} failed)" if turn.failed else ""]
         table.add_row(str(number), turn.author, f"{turn.stop - turn.start:,}", *values, Text(_short(" ".join(said))))
     return table
-
-
-def _part(part: StoredPart | None) -> str:
-    if part is None:
-        return "-"
-    verdict, extracted = f" {part.verdict}" if part.verdict else "", f" ({part.extracted})" if part.extracted else ""
-    return f"{part.weight:g} x {_number(part.value)}{verdict}{extracted}"
 
 
 def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionReceipt) -> Table:

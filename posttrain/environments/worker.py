@@ -63,18 +63,9 @@ class Episode:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to a request."""
         kind = next(iter(request))
+        answers = {"make": self._make, "reset": self._reset, "call": self._call, "step": self._step, "end": self._end}
         try:
-            match kind:
-                case "make":
-                    return self._make(request)
-                case "reset":
-                    return self._reset(request["reset"])
-                case "call":
-                    return self._call(request["call"], request["arguments"])
-                case "step":
-                    return self._step(request["step"])
-                case _:
-                    return self._end()
+            return answers[kind](request)
         except Exception as error:
             return {"error": f"{kind}: {described(error)}"}
 
@@ -112,16 +103,16 @@ class Episode:
     def _served(self, name: str, /, **arguments: Any) -> Any:
         return self.environment.call(name, arguments)
 
-    def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        given = None if self.environment is None else self._awaited(self.environment.reset(**row))
+    def _reset(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        given = None if self.environment is None else self._awaited(self.environment.reset(**request["reset"]))
         return {"messages": _messages(given), "done": self._is_done()}
 
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        failed = False
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name, failed = request["call"], False
         try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name}; there are {', '.join(self.tools) or 'none'}")
-            result = self._awaited(self.tools[name](**arguments))
+            result = self._awaited(self.tools[name](**request["arguments"]))
             if isinstance(result, list) and any(isinstance(part, Mapping) and "type" in part for part in result):
                 result = _text_of(result)
             text = visible(str(result))
@@ -131,13 +122,13 @@ class Episode:
             failed, text = True, text[:RESULT_CHARACTERS]
         return {"result": text, "failed": failed, "done": self._is_done()}
 
-    def _step(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        step = self._awaited(self.environment.step(message))
+    def _step(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        step = self._awaited(self.environment.step(request["step"]))
         metrics = {str(name): float(value) for name, value in dict(step.metrics).items()}
         reward = _number(step.reward, "reward")
         return {"messages": _messages(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics}
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self, request: Mapping[str, Any]) -> dict[str, Any]:
         get_reward = getattr(self.environment, "get_reward", None)
         reward = None if get_reward is None else self._awaited(get_reward())
         turn_rewards = getattr(self.environment, "turn_rewards", None)

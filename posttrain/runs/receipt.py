@@ -105,6 +105,12 @@ class StoredPart:
     extracted: str | None
     extra: Mapping[str, Any]  # what a function noted about the completion
 
+    def __str__(self) -> str:
+        """weight × value, with the verdict and the extracted answer of a rule."""
+        value = "–" if self.value is None else f"{self.value:.4g}"
+        written = value if self.weight == 1 else f"{self.weight:.4g} × {value}"
+        return " ".join(filter(None, (written, self.verdict, f"({self.extracted})" if self.extracted else None)))
+
     @classmethod
     def of(cls, part: Any) -> StoredPart:
         facts = part if isinstance(part, Mapping) else {}

@@ -33,18 +33,6 @@ class ScoredToken:
     alternatives: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredText:
-    """The tokens of a text. The completion starts at the index `scored`."""
-
-    tokens: tuple[ScoredToken, ...]
-    scored: int
-
-    @property
-    def completion(self) -> tuple[ScoredToken, ...]:
-        return self.tokens[self.scored :]
-
-
 class Client:
     """A client of a server. Raises DataError if the server refuses a request, EngineError if it does not answer."""
 
@@ -54,9 +42,6 @@ class Client:
         timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
         self.address = address
         self._http = httpx.Client(base_url=address, headers=headers, timeout=timeout, trust_env=False)
-
-    def close(self) -> None:
-        self._http.close()
 
     def chat(self, turns: Sequence[Turn], **settings: Any) -> Iterator[str]:
         """Yield the pieces of a reply as they are generated, and return the finish reason. Closing the iterator stops
@@ -82,14 +67,14 @@ class Client:
             raise EngineError(f"the server at {self.address} does not answer: {error}") from error
         return reason
 
-    def score(self, turns: Sequence[Turn], alternatives: int = 0) -> ScoredText:
-        """Score a conversation token by token. The last message, which must be the assistant's, is the completion."""
+    def score(self, turns: Sequence[Turn], alternatives: int = 0) -> list[ScoredToken]:
+        """The scores of a completion's tokens: of the last message of a conversation, which must be the assistant's."""
         reply = self._post("/v1/score", {"messages": list(turns), "top_logprobs": alternatives})
         tokens = []
-        for token in reply["tokens"]:
+        for token in reply["tokens"][reply["scored"] :]:
             likely = tuple((other["text"], other["logprob"]) for other in token.pop("top_logprobs"))
             tokens.append(ScoredToken(**token, alternatives=likely))
-        return ScoredText(tuple(tokens), reply["scored"])
+        return tokens
 
     def rewards(self, talks: Sequence[Sequence[Turn]]) -> list[float]:
         """The reward model's score for the last message of each conversation."""

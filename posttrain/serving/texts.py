@@ -63,10 +63,10 @@ class ReportedToken(TokenText):
 
 
 class Report:
-    """Reports the tokens of a text that continues `before`, one by one. The text starts at `offset` in the reply."""
+    """Reports the tokens of a text that continues `before`, one by one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), offset: int = 0):
-        self._tokenizer, self._pieces, self._end = tokenizer, Pieces(tokenizer, before), offset
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
+        self._tokenizer, self._pieces, self._end = tokenizer, Pieces(tokenizer, before), 0
 
     def add(self, token: int, logprob: float | None, likely: Alternatives, last: bool = False) -> ReportedToken:
         """Report the next token. `last`: no later token will complete its character."""

@@ -305,7 +305,7 @@ def _explained(models: Models, whose: str, colour: str, *values: Any) -> str:
     if not turns or turns[-1]["role"] != "assistant":
         return message("There is no reply yet.", "warning")
     clients = [models.client(model, controls.template) for model in controls.models]
-    scored = [client.score([*controls.system_turns, *turns], ALTERNATIVES).completion for client in clients]
+    scored = [client.score([*controls.system_turns, *turns], ALTERNATIVES) for client in clients]
     reply = cells(scored[0], scored[1] if len(scored) > 1 else None)
     return token_map(reply, colour if colour in COLOURS else "difference", controls.models)
 

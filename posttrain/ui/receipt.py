@@ -11,7 +11,6 @@ from posttrain.runs.receipt import (
     NOT_SAMPLED,
     CompletionReceipt,
     GroupReceipt,
-    StoredPart,
     TokenNumbers,
     Turn,
     decoder_of,
@@ -71,7 +70,7 @@ def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Ma
             share_bar(completion.push, group.push, most),
             number(completion.reward),
             signed(completion.advantage),
-            *(_part(completion.parts.get(name)) for name in group.part_names),
+            *(short(str(completion.parts.get(name, "–")), 60) for name in group.part_names),
             f"{len(completion.tokens):,}",
             completion.finish_reason,
             short(completion.text, 120),
@@ -235,7 +234,7 @@ def _metrics(series: Series, step: int) -> Markup:
 
 def _facts(completion: CompletionReceipt) -> dict[str, object]:
     facts: dict[str, object] = {"reward": number(completion.reward), "advantage": signed(completion.advantage)}
-    facts |= {name: _part(part) for name, part in completion.parts.items()}
+    facts |= {name: short(str(part), 60) for name, part in completion.parts.items()}
     facts |= {"tokens": f"{len(completion.tokens):,}", "ended by": completion.finish_reason}
     extras = [(f"{name}: {key}", value) for name, part in completion.parts.items() for key, value in part.extra.items()]
     facts |= {name: short(str(value), 60) for name, value in extras}
@@ -244,15 +243,6 @@ def _facts(completion: CompletionReceipt) -> dict[str, object]:
     if completion.trunk is not None:
         facts["branch of"] = f"completion {completion.trunk}"
     return facts | ({"verdict": completion.verdict} if completion.verdict else {})
-
-
-def _part(part: StoredPart | None) -> str:
-    """A part of a reward as text: weight × value, and the verdict and extracted answer of a rule."""
-    if part is None:
-        return "–"
-    value = number(part.value) if part.weight == 1 else f"{number(part.weight)} × {number(part.value)}"
-    verdict = f" {part.verdict}" if part.verdict else ""
-    return value + verdict + (f" ({short(part.extracted, 40)})" if part.extracted else "")
 
 
 def share_bar(value: float, whole: float, most: float) -> Markup:
