@@ -54,12 +54,7 @@ class Kind:
     settings: EnvironmentConfig | None  # None: tools without an environment
     title: str  # its class's name; `tools` without an environment
     tools: tuple[dict[str, Any], ...]  # JSON schemas
-    has_reward: bool  # whether it has `get_reward`
-
-    @property
-    def rewards(self) -> bool:
-        """Whether it rewards its episodes."""
-        return self.has_reward or self.is_game
+    rewards: bool  # whether it rewards its episodes
 
     @property
     def is_game(self) -> bool:
@@ -86,14 +81,14 @@ class EpisodeProcess:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise EpisodeError("env_error", f"what it is to receive cannot be sent: {error}") from None
-        reply = self._within(seconds, lambda: self._exchange(line))
+        reply = self._within(seconds, line)
         if "error" in reply:
             raise EpisodeError("env_error", str(reply["error"]))
         return reply
 
     def wait_ready(self) -> None:
         """Wait until everything is imported. Raises EpisodeError if it does not start."""
-        reply = self._within(STARTUP_S, self._read)
+        reply = self._within(STARTUP_S)
         if "ready" not in reply:
             raise EpisodeError("env_error", f"it does not start: {reply.get('failed')}")
 
@@ -114,13 +109,17 @@ class EpisodeProcess:
         self._process.forget()
         self._free(self)
 
-    def _within(self, seconds: float, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-        """The reply that `work` reads; the process is killed after `seconds`, which ends a write and a read."""
+    def _within(self, seconds: float, line: bytes = b"") -> dict[str, Any]:
+        """The next reply, after a line is written; the process is killed after `seconds`, which ends both."""
         self._deadlines.start(self, seconds)
-        try:
-            reply = work()
-        except (OSError, ValueError, RecursionError):  # it has ended, or the reply is not JSON
-            reply = None
+        reply = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # it has ended, or the reply is not JSON
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            if read := self._process.stdout.readline(REPLY_BYTES):
+                reply = json.loads(read)
+            else:
+                self._process.wait()
         if not self._deadlines.end(self):
             raise EpisodeError("tool_timeout", f"no answer within {seconds:g} s")
         if not isinstance(reply, dict):
@@ -129,19 +128,6 @@ class EpisodeProcess:
             why = "its reply is not valid" if status is None else f"its process has ended with status {status}"
             raise EpisodeError("env_error", why)
         return reply
-
-    def _exchange(self, line: bytes) -> dict[str, Any] | None:
-        self._process.stdin.write(line)
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any] | None:
-        """The next reply; None at the end of the process."""
-        line = self._process.stdout.readline(REPLY_BYTES)
-        if line:
-            return json.loads(line)
-        self._process.wait()
-        return None
 
 
 class Environments:

@@ -97,7 +97,8 @@ class Episode:
             "name": type(self.environment).__name__,
             "tools": list(self.tools),
             "schemas": served,
-            "rewards": hasattr(self.environment, "get_reward") or hasattr(self.environment, "turn_rewards"),
+            "rewards": request["contract"] == "messages"
+            or any(hasattr(self.environment, name) for name in ("get_reward", "turn_rewards")),
         }
 
     def _served(self, name: str, /, **arguments: Any) -> Any:
