@@ -45,7 +45,9 @@ def sample(
     distinct and well-formatted completions, and the mean and spread of their rewards. It then lists suggestions, and
     problems with stop tokens, begin tokens and tags.
     """
-    folder = _folder(model, options.stage)
+    folder = Path(model).expanduser()  # of a hub id, it does not exist
+    if options.stage and (folder / options.stage / "run.json").is_file():
+        folder /= options.stage
     path = locate_model(str(folder))[0]
     settings = _settings(model, folder, options.config, options.stage)
     if settings is None and file is None:
@@ -68,12 +70,6 @@ def sample(
     temperatures = list(dict.fromkeys(rollout.temperature for rollout in rollouts))
     how = options.prompts, options.num_generations, options.show, options.seed
     sample_from(config, _longest_prompt(settings), temperatures, *how, PlainConsole())
-
-
-def _folder(model: str, stage: str | None) -> Path:
-    """The model's folder, or the stage's folder in a run with stages. For a hub id, the folder does not exist."""
-    folder = Path(model).expanduser()
-    return folder / stage if stage and (folder / stage / "run.json").is_file() else folder
 
 
 def _settings(model: str, folder: Path, config: str | None, stage: str | None) -> RunConfig | None:

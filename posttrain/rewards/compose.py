@@ -201,12 +201,10 @@ class Rewards(ExitStack):
 
 def _without_verdict(term: Reward) -> RewardPart:
     """The part of an episode whose environment failed."""
-    if isinstance(term, RuleReward | JudgeReward):
-        return RewardPart(term_name(term), term.weight, None, Grade("crashed", reason="the environment failed"))
-    if not isinstance(term, PythonReward):
-        return RewardPart(term_name(term), term.weight, None)
-    overdue = None if term.timeout is None else False
-    return RewardPart(term_name(term), term.weight, None, None, overdue, may_not_apply=True)
+    is_graded, is_function = isinstance(term, RuleReward | JudgeReward), isinstance(term, PythonReward)
+    grade = Grade("crashed", reason="the environment failed") if is_graded else None
+    overdue = False if isinstance(term, PythonReward) and term.timeout is not None else None
+    return RewardPart(term_name(term), term.weight, None, grade, overdue, may_not_apply=is_function)
 
 
 def _of_episode(completion: RewardInput, environments: Sequence[str]) -> Iterator[RewardPart]:

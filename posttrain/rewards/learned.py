@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import compress, groupby
+from itertools import compress
 
 from posttrain.base.errors import ModelError, RewardError
 from posttrain.base.pieces import Pieces
@@ -12,7 +12,7 @@ from posttrain.batch import Example, Node
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row, RowError, Turns
-from posttrain.data.tokenise import Ids, Tokeniser, Trained, common_prefix
+from posttrain.data.tokenise import Ids, Tokeniser, Trained
 from posttrain.models.devices import compute_dtype, device_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
 from posttrain.scoring import RewardScorer, of_sequences
@@ -62,15 +62,16 @@ class LearnedReward:
         """The reward of each completion; `sampled`: the token ids of each completion, if known.
 
         Raises RewardError if a completion is too long or its reward is not finite."""
-        rewards = [math.nan] * len(completions)
         encoded = self._encode(prompts, completions, truncated, sampled)
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
-        groups = list(_groups(prompts, encoded, budget))
-        examples = [_tree([encoded[index] for index in group]) for group in groups]
-        scored = of_sequences(examples, lambda packed: self._scorer(packed).tolist(), self._device, budget, True)
-        for group, values in zip(groups, scored, strict=True):
-            for index, value in zip(group, values, strict=True):
-                rewards[index] = value
+        scored = of_sequences(
+            [_example(item) for item in encoded],
+            lambda packed: self._scorer(packed).tolist(),
+            self._device,
+            budget,
+            True,
+        )
+        rewards = [value for [value] in scored]
         for index, value in enumerate(rewards):
             if not math.isfinite(value):
                 raise RewardError(f"the reward model {self.path} gives {value} to completion {index}: it is damaged")
@@ -138,25 +139,8 @@ class LearnedReward:
         return read
 
 
-def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: int) -> Iterator[list[int]]:
-    """Yield groups of adjacent completions of one prompt that fit a pack, so that the prompt is computed once."""
-    for _, members in groupby(range(len(prompts)), key=lambda index: prompts[index]):
-        group: list[int] = []
-        room = 0
-        for index in members:
-            length = len(encoded[index].tokens)
-            if length > room:
-                yield from [group] if group else []
-                group, room = [], budget
-            group.append(index)
-            room -= length
-        yield group
-
-
-def _tree(completions: Sequence[Trained]) -> Example:
-    """A tree with the completions' common prefix as its trunk and the rest of each as a leaf; no leaf is empty."""
-    trunk = list(completions[0].tokens[: min(min(item.prompt, len(item.tokens) - 1) for item in completions)])
-    for item in completions[1:]:
-        trunk = trunk[: common_prefix(trunk, item.tokens)]
-    leaves = tuple(Node(item.tokens[len(trunk) :], trained=True) for item in completions)
-    return Example((Node(trunk, children=leaves),) if trunk else leaves, row=0)
+def _example(item: Trained) -> Example:
+    """A prompt with its completion, which is not empty. A pack computes a prompt that several share once."""
+    trunk = list(item.tokens[: min(item.prompt, len(item.tokens) - 1)])
+    leaf = Node(item.tokens[len(trunk) :], trained=True)
+    return Example((Node(trunk, children=(leaf,)) if trunk else leaf,), row=0)

@@ -288,12 +288,9 @@ class Host:
         return cls(policy, rewards, (served.name, *served.adapters), recorder)
 
     def close(self) -> None:
-        if self.policy is not None:
-            self.policy.close()
-        if self.rewards is not None:
-            self.rewards.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        for part in (self.policy, self.rewards, self.recorder):
+            if part is not None:
+                part.close()
 
 
 def _recorder(served: Served, folder: Path) -> Recorder:
