@@ -9,24 +9,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.base.console import counter, progress
 from posttrain.base.files import table_beside
-from posttrain.config import DataConfig, ModelConfig, TagsConfig
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig
 from posttrain.data import arithmetic_problems
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.templates import choose_template
 from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids, text_of
 from posttrain.evaluation.statistics import wilson
 from posttrain.models.load import load_model, load_tokenizer
+from posttrain.rewards.learned import LearnedReward
 
 PAD, STOP = "<pad>", "<stop>"
 EXAMPLES = 1000  # strings that the tokenizer is trained on
@@ -139,17 +133,13 @@ def sample_replies(
     return replies
 
 
-@torch.inference_mode()
 def rewards(model: Path, replies: Sequence[Reply], what: str) -> list[float]:
     """The reward model's score for each reply."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    judge = AutoModelForSequenceClassification.from_pretrained(model).eval()
-    values: list[float] = []
+    judge, values = LearnedReward(str(model), DevicesConfig(type="cpu")), list[float]()
     for start in progress(range(0, len(replies), ROWS), what):
         chunk = replies[start : start + ROWS]
-        texts = rendered(tokenizer, [RenderRequest(turns(reply.problem, reply.text)) for reply in chunk])
-        batch = tokenizer(texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt")
-        values += judge(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
+        texts = [reply.text for reply in chunk]
+        values += judge([turns(reply.problem) for reply in chunk], texts, [False] * len(chunk))
     return values
 
 
