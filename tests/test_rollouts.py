@@ -32,7 +32,7 @@ from posttrain.rewards.parts import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs import rollouts
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.receipt import NOT_SAMPLED, TokenNumbers, step_receipt, token_texts
+from posttrain.runs.receipt import NOT_SAMPLED, StoredPart, TokenNumbers, step_receipt, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.ui.parts import Query
@@ -365,7 +365,7 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     assert order == [group.prompt for group in groups]  # as on the page
     print(seen["--step 2"], seen["--step 2 --prompt 1 --rollout 0"])
     assert "frac_reward_zero_std" in seen["--step 2"] or "prompt" in seen["--step 2"]
-    assert "ratio" in seen["--step 2 --prompt 1 --rollout 0"] and "1 x" in seen["--step 2 --prompt 1"]
+    assert "ratio" in seen["--step 2 --prompt 1 --rollout 0"] and "exact" in seen["--step 2 --prompt 1"]
     assert seen["--reward benchmarks.sums:exact"].startswith("0 of 48 advantages")
     assert "of 48 advantages" in seen["--reward {type: length, target: 1}"]
     assert not seen["--reward {type: length, target: 1}"].startswith("0 of")
@@ -375,6 +375,12 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     assert len(re.findall(r"^ +2 +\d+ +\d+ +(?:sign|to 0|from 0) ", short, re.MULTILINE)) == 1
     assert main(["regrade", run, "--reward", "math", "--step", "9"]) == 1
     assert main(["why", run, "--step", "9"]) == 1 and "the file has steps 1 to 3" in capsys.readouterr().err
+
+
+def test_a_part_is_written_with_its_weight_its_verdict_and_the_answer():
+    written = [(0.5, 1.0, None, None), (1.0, 0.25, "correct", "42"), (None, 1.0, "timeout", None)]
+    shown = [str(StoredPart(*values, {})) for values in written]
+    assert shown == ["0.5", "0.25 × 1 correct (42)", "– timeout"]
 
 
 def test_tokens_of_one_character_are_shown_as_that_character(shared):

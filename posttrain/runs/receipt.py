@@ -107,7 +107,7 @@ class StoredPart:
 
     def __str__(self) -> str:
         """weight × value, with the verdict and the extracted answer of a rule."""
-        value = "–" if self.value is None else f"{self.value:.4g}"
+        value = f"{self.value:.4g}" if isinstance(self.value, int | float) else "–"
         written = value if self.weight == 1 else f"{self.weight:.4g} × {value}"
         return " ".join(filter(None, (written, self.verdict, f"({self.extracted})" if self.extracted else None)))
 

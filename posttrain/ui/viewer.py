@@ -88,7 +88,7 @@ class Runs(Listing[RunSummary]):
 
     def __init__(self, root: Path):
         super().__init__(root, self._read_runs, 1.0)
-        self._known: dict[Path, tuple[object, RunSummary]] = {}
+        self._known: dict[tuple[Path, object], RunSummary] = {}
         self._spark = lru_cache(SMALL)(lambda folder, stamp, method: sparkline(folder, curve_metrics(method)))
 
     def spark(self, run: RunSummary) -> list[float]:
@@ -96,17 +96,11 @@ class Runs(Listing[RunSummary]):
         return self._spark(run.folder, _stamp(run.folder, WATCHED), run.method)
 
     def _read_runs(self) -> list[RunSummary]:
-        known = {}
-        for run in summaries_below(self.root):
-            stamp, before = _stamp(run.folder, WATCHED), self._known.get(run.folder)
-            if stamp[0] is not None:  # otherwise the run was removed meanwhile
-                known[run.folder] = before if before and before[0] == stamp else (stamp, run)
-        self._known = known
-
-        def moment(run: RunSummary) -> tuple[float, str]:
-            return run.started_at.timestamp() if run.started_at else 0.0, run.name
-
-        return sorted((run for _, run in known.values()), key=moment, reverse=True)
+        found = {(run.folder, _stamp(run.folder, WATCHED)): run for run in summaries_below(self.root)}
+        # A run without a stamp of run.json was removed meanwhile.
+        self._known = {key: self._known.get(key, run) for key, run in found.items() if key[1][0] is not None}
+        started = {run: run.started_at.timestamp() if run.started_at else 0.0 for run in self._known.values()}
+        return sorted(started, key=lambda run: (started[run], run.name), reverse=True)
 
 
 def curve_metrics(method: str) -> list[str]:
