@@ -160,7 +160,10 @@ def test_further_layers_keep_what_the_first_ones_do(tmp_path, family, checkpoint
     config = load(file).config
     [packed] = pack(forest(), 4096)
     kept, working = activations(config, config.models[0], packed, torch.float32, checkpointing, on_gpu=False)
-    all_kept, all_working, _ = _simulate(config, config.models[0], packed, torch.float32, checkpointing, 5, PackedMask)
+    whole, mask = empty_model(config, config.models[0], layers=5), PackedMask(packed, packed.read_U)
+    whole.train(config.method.dropout)
+    mask.masks(None, torch.float32)
+    all_kept, all_working, _ = _simulate(whole, packed, mask, checkpointing)
     print(f"{family}: {kept} kept, {working} more for a moment")
     assert kept == all_kept and working == pytest.approx(all_working, rel=0.1)
     assert kept > packed.num_tokens * 32 * 4 * 5
