@@ -319,3 +319,15 @@ def test_they_compile_for_a_gpu(tmp_path):
     for need, (_, _, shared) in zip([need for need in scores.BLOCKS for _ in range(2)], made, strict=False):
         assert int(shared) <= 9 * need // 8
     assert all(int(code) > 1000 and int(shared) <= 227 << 10 for _, code, shared in made)
+
+
+def test_scores_that_no_kernel_has_are_computed_by_pytorch():
+    """A model that uses the kernels gives the mean log-probability and the top entropy of one that does not."""
+    [whole] = pack(forest(), 1000)
+    model = make("qwen3")
+    model.set_attn_implementation("packed")
+    want = Scorer(model)(whole, top=5)
+    use_triton(model)
+    got = Scorer(model)(whole, top=5)
+    assert want.mean_N is not None and got.mean_N is not None
+    torch.testing.assert_close((got.mean_N, got.top_entropy_N), (want.mean_N, want.top_entropy_N), rtol=0, atol=1e-5)

@@ -16,8 +16,7 @@ ROUNDING = 1e-6  # a mean reward may differ from a threshold by rounding
 
 
 def epoch_order(config: RunConfig, train: Dataset, epoch: int) -> np.ndarray:
-    """The order of the rows in an epoch: a function of the seed and the epoch. With `data.mixing: interleave` the whole
-    run is one epoch."""
+    """The order of the rows in an epoch. With `data.mixing: interleave`, the whole run is one epoch."""
     if config.data.mixing == "interleave":
         return _interleaved(config, train)
     if config.data.shuffle:

@@ -25,12 +25,12 @@ class SourceConfig(Settings):
     """One source of a mixed training set."""
 
     source: Text = Field(description="Known data set, hub id, file, folder, module:function or `builtin:...`.")
-    name: Text | None = setting(None, "Name of the source in metrics; null: the last part of `source`.")
     split: Text = setting("train", "Split of a hub data set.")
     max_rows: Positive | None = setting(None, "Number of rows to use, from the start; null: all.")
     weight: AboveZero = setting(
         1.0, "Weight of the source: 2 repeats its rows, 0.5 takes a random half; interleave: its share of the rows."
     )
+    name: Text | None = setting(None, "Name of the source in metrics; null: the last part of `source`.")
 
 
 SourceEntry = Annotated[SourceConfig, from_text("source", json_schema_input_type=Text | SourceConfig)]
