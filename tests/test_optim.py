@@ -339,3 +339,32 @@ def test_a_share_of_warm_up_leaves_a_step_to_train():
     """transformers rounds up, so that a run of one step would have the rate 0 and nothing else."""
     assert [warmup_count(0.03, total) for total in (1, 2, 34, 100)] == [0, 1, 2, 3]
     assert warmup_count(5, 3) == 5
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_loraplus_is_pefts(kind):
+    """B matrices and vectors (here DoRA's magnitudes) at a multiple of the rate, the rest at the rate itself."""
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        models.append(get_peft_model(body, LoraConfig(r=32, target_modules=["0", "2"], use_dora=True)))
+    optimizer = OPTIMIZERS[kind](models[0], loraplus_lr_ratio=16.0, weight_decay=0.0, max_grad_norm=0)
+    other = torch.optim.AdamW
+    if kind == "adamw_8bit":
+        other = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra").optim.AdamW8bit
+    reference = create_loraplus_optimizer(models[1], other, lr=1e-3, loraplus_lr_ratio=16.0, eps=1e-8)
+    for step in range(4):
+        for model in models:
+            torch.manual_seed(step)
+            model(torch.randn(5, 64)).square().sum().backward()
+        optimizer.step(1e-3)
+        reference.step()
+        reference.zero_grad()
+    trained = dict(models[1].named_parameters())
+    assert len({group["lr"] for group in optimizer._adamw.param_groups}) == 2
+    for name in optimizer.masters:
+        torch.testing.assert_close(optimizer.masters[name], trained[name].data, rtol=1e-5, atol=1e-6, msg=name)

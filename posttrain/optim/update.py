@@ -27,6 +27,8 @@ class AdamW:
 
     Weight decay does not apply to vectors (biases and norms), as in transformers' Trainer. `compute_dtype` is the dtype
     of the model's trainable weights; pass the model with float32 weights so that the masters start exact.
+    `loraplus_lr_ratio` multiplies the learning rate of LoRA's B matrices and of vectors, as PEFT groups them for LoRA+
+    (arXiv 2402.12354).
     """
 
     def __init__(
@@ -37,18 +39,27 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        loraplus_lr_ratio: float = 1.0,
     ):
         self.betas, self.eps, self.weight_decay, self.max_grad_norm = betas, eps, weight_decay, max_grad_norm
+        self._ratio = loraplus_lr_ratio
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._adopt(name, p, compute_dtype) for name, p in self.parameters.items()}
         self._adamw = self._torch_adamw(self.masters)
 
     def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
         """Return torch's AdamW over these masters. The learning rate is set at each step."""
-        matrices = [m for m in masters.values() if m.ndim >= 2]
-        vectors = [m for m in masters.values() if m.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        members: dict[tuple[float, float], list[Tensor]] = {(1.0, 0.0): []}
+        for name, master in masters.items():
+            decay = self.weight_decay if master.ndim >= 2 else 0.0
+            members.setdefault((self._rate_factor(name), decay), []).append(master)
+        groups = [{"params": ms, "factor": factor, "weight_decay": decay} for (factor, decay), ms in members.items()]
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
+
+    def _rate_factor(self, name: str) -> float:
+        """Return the factor of a parameter's learning rate. A value head is not part of the PEFT model."""
+        is_faster = ".lora_B." in name or (self.parameters[name].ndim < 2 and "base_model." in name)
+        return self._ratio if is_faster else 1.0
 
     # The variants of this optimizer override these methods, which decide where masters are and how gradients get there.
 
@@ -75,7 +86,7 @@ class AdamW:
     def _update(self, learning_rate: float) -> None:
         """Update the masters with their clipped gradients."""
         for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["factor"]
         self._adamw.step()
 
     def _publish(self, name: str) -> None:

@@ -217,7 +217,7 @@ class AdamW8bit(AdamW):
                 0.0,
                 self.eps,
                 int(moments["step"]),
-                learning_rate,
+                learning_rate * self._rate_factor(name),
                 signed,
                 unsigned,
                 moments["exp_avg_scale"],

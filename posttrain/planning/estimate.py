@@ -174,6 +174,8 @@ def _between_steps(
         parts["reference"] = _reference(config, model, empty, width)
     elif config.method.refers_to_itself and (continues(config, model) if continued is None else continued):
         parts["reference"] = width * trained  # a frozen copy of the adapter
+    elif model.lora is not None and model.lora.init != "default":
+        parts["adapter's start"] = width * trained
     if config.devices.strategy == "fsdp" and ranks > 1:
         # The float32 shards are both the weights and the master weights.
         parts |= {"weights": weights + (4 - width) * trained, "optimizer": _moments(empty, kind)}

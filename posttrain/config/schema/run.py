@@ -63,7 +63,15 @@ class RunConfig(Settings):
                     f"models.{index}.load_in_4bit",
                     "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
                 )
+            if model.lora is not None and model.lora.init != "default":
+                path, init = f"models.{index}.lora.init", model.lora.init
+                if model.load_in_4bit and model.lora.is_subtracted:
+                    yield path, f"is {init}, which changes weights that load_in_4bit rounds: use loftq, or leave it out"
+                if init == "loftq" and not model.load_in_4bit:
+                    yield path, "is loftq, which corrects the rounding of load_in_4bit: true: set it, or use pissa"
             yield from self._check_trained_ends(index, model)
+        if self.training.loraplus_lr_ratio != 1 and any(model.lora is None for model in self.models):
+            yield "training.loraplus_lr_ratio", "is for LoRA's matrices, but a model trains all weights: set model.lora"
         if isinstance(self.method, UnreadMethod):
             return  # what fits it is known when it is imported
         yield from self._check_lengths()
