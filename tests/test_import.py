@@ -581,8 +581,8 @@ def test_names_of_other_systems(tmp_path):
     draft = imported(text, "old.yaml", method="dpo")
     config = loaded(draft, tmp_path)
     assert (config.method.beta, config.training.batch_size, config.data.max_rows) == (0.2, 8, 100)
-    assert config.models[0].lora.alpha == 8 and config.models[0].dtype == "bfloat16"
-    assert "float16 is not supported" in written(draft) and "default of" not in written(draft)
+    assert config.models[0].lora.alpha == 8 and config.models[0].dtype == "float16"
+    assert "on a GPU without bfloat16" in written(draft) and "default of" not in written(draft)
     with pytest.raises(
         ConfigError, match=r"old.yaml does not say its method; give one with --method: sft, reward, dpo"
     ):

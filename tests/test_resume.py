@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain import runner
-from posttrain.base.errors import RunError
-from posttrain.config import load
+from posttrain.base.errors import ModelError, RunError
+from posttrain.config import ModelConfig, load
+from posttrain.models.load import load_model
+from posttrain.planning import estimate
 from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.training import job
 from posttrain.training.loop import Loop
 from posttrain.training.saving import Saver
 
@@ -74,6 +77,30 @@ def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, power_cut
     assert state["state"] == "failed" and "power cut" in state["reason"]
     assert start(tmp_path / "broken", sections, resume=True) == 0
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+
+
+def test_averages_are_saved_and_resumed(tmp_path, shared, scratch_model, power_cut):
+    """ema/ is a model like final/, here an adapter with a start of its own, and the same after a power cut."""
+    sections = settings(shared, scratch_model, "dpo", ema_decay=0.9)
+    sections["model"]["lora"] = {"r": 4, "init": "pissa"}
+    start(tmp_path / "whole", sections)
+    with power_cut(step=5):
+        start(tmp_path / "broken", sections)
+    assert start(tmp_path / "broken", sections, resume=True) == 0
+    assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+    whole, again = (load_file(tmp_path / run / "run/ema/adapter_model.safetensors") for run in ("whole", "broken"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    final = load_file(tmp_path / "whole/run/final/adapter_model.safetensors")
+    assert final.keys() == whole.keys() and not all(torch.equal(final[name], whole[name]) for name in final)
+    averaged = load_model(ModelConfig(path=str(tmp_path / "whole/run/ema")), "lm", torch.float32, torch.device("cpu"))
+    state = load_file(tmp_path / "whole/run/checkpoint-8/optimizer.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    A, B = (state[f"base_model.model.{name}.lora_{x}.default.weight|ema"] for x in "AB")
+    A0 = whole[f"base_model.model.{name}.lora_A.weight"][4:]
+    minus_B0 = whole[f"base_model.model.{name}.lora_B.weight"][:, 4:]
+    published = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, torch.device("cpu"))
+    want = published.get_parameter(f"{name}.weight") + 8 * (B @ A + minus_B0 @ A0)
+    torch.testing.assert_close(averaged.get_parameter(f"{name}.weight"), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -318,3 +345,23 @@ def test_early_stopping_goes_on_where_it_was(tmp_path, shared, scratch_model, po
     for _ in range(2):
         start(tmp_path / "cut", sections, resume=True)
         assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
+
+
+def test_float16_on_a_stand_in_for_a_gpu(tmp_path, shared, scratch_model, monkeypatch, power_cut):
+    """On a CPU, which is refused otherwise. Overflows are skipped, counted and do not end the run, and a resumed run
+    has the scales of the whole one."""
+    sections = settings(shared, scratch_model, "dpo", max_steps=8)
+    sections["model"]["dtype"] = "float16"
+    with pytest.raises(ModelError, match="float16 is for GPUs without bfloat16, but this run computes on cpu"):
+        start(tmp_path / "refused", sections)
+    monkeypatch.setattr(job, "compute_dtype", lambda model, device: torch.float16)
+    monkeypatch.setattr(estimate, "compute_dtype", lambda model, device: torch.float16)
+    grown = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: grown(device, 2.0**30))
+    start(tmp_path / "whole", sections)
+    with power_cut(step=5):
+        start(tmp_path / "broken", sections)
+    assert start(tmp_path / "broken", sections, resume=True) == 0
+    assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+    lines = [line for line in numbers(tmp_path / "whole/run") if "loss_scale" in line]
+    print(lines)

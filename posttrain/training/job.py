@@ -260,6 +260,7 @@ class Job:
             "weight_decay": training.weight_decay,
             "max_grad_norm": training.max_grad_norm,
             "loraplus_lr_ratio": training.loraplus_lr_ratio,
+            "ema_decay": training.ema_decay,
         }
         if kind := {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer):
             return kind(policy, self.dtype, **settings)

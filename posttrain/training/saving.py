@@ -170,7 +170,8 @@ class Boundary:
     def _fits_in_memory(self) -> bool:
         """Whether CPU memory has room for a copy. Warns if not."""
         values = sum(master.numel() for master in self._optimizer.masters.values())
-        size, free = 3 * 4 * values, available_memory(torch.device("cpu"))  # masters and two moments, float32
+        copies = 4 if self._optimizer.averages else 3  # masters, two moments and averages, float32
+        size, free = copies * 4 * values, available_memory(torch.device("cpu"))
         if free is None or free > 2 * size:
             return True
         log.warning(

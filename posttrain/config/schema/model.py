@@ -17,7 +17,7 @@ from posttrain.config.schema.types import (
     Text,
 )
 
-ModelDtype = Literal["auto", "float32", "bfloat16"]
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class LoraConfig(Settings):

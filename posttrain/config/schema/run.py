@@ -69,6 +69,10 @@ class RunConfig(Settings):
                     yield path, f"is {init}, which changes weights that load_in_4bit rounds: use loftq, or leave it out"
                 if init == "loftq" and not model.load_in_4bit:
                     yield path, "is loftq, which corrects the rounding of load_in_4bit: true: set it, or use pissa"
+            if model.dtype == "float16" and self.devices.strategy == "fsdp":
+                yield "devices.strategy", "is fsdp, which cannot scale the losses of float16: set ddp"
+            if model.dtype == "float16" and self.training.optimizer == "adamw_cpu_offload":
+                yield "training.optimizer", "cannot scale the losses of float16 in CPU memory: set adamw_8bit"
             yield from self._check_trained_ends(index, model)
         if self.training.loraplus_lr_ratio != 1 and any(model.lora is None for model in self.models):
             yield "training.loraplus_lr_ratio", "is for LoRA's matrices, but a model trains all weights: set model.lora"

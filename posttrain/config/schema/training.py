@@ -54,6 +54,9 @@ class TrainingConfig(Settings):
     loraplus_lr_ratio: AboveZero = setting(
         1.0, "Learning rate of LoRA's B matrices as a multiple of the others' (LoRA+), e.g. 16; 1: the same."
     )
+    ema_decay: Annotated[AboveZero, Field(lt=1)] | None = setting(
+        None, "Decay of a moving average (EMA) of the trained weights, saved as ema/, e.g. 0.99; null: none."
+    )
     gradient_checkpointing: Literal["auto"] | bool = setting(
         "auto", "Whether to recompute activations in the backward pass: slower, less memory."
     )
