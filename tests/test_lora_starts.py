@@ -1,6 +1,7 @@
 """Starts of LoRA (PiSSA, OLoRA, LoftQ): PEFT's values, the reference is the start, files are adapters of the base."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -72,25 +73,26 @@ def test_the_start_is_pefts(init, kind, rslora, scratch_model):
     assert compared >= 3
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_a_run_from_a_subtracted_start(init, tmp_path, shared, scratch_model):
+@pytest.mark.parametrize(("init", "rslora"), [("pissa", False), ("olora", True)])
+def test_a_run_from_a_subtracted_start(init, rslora, tmp_path, shared, scratch_model):
     """Margins are exactly 0 before the first update; final/ and checkpoints are adapters of the published model, with
     the trained model's logits in plain PEFT, merged, and as the run itself resumes them; a resumed run is the same."""
     file = settings(shared, scratch_model, tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"training": {
         "batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0}}))  # fmt: skip
-    start = f"model.lora.init={init}"
-    whole = train(file, "name=whole", start)
+    starts = [f"model.lora.init={init}", f"model.lora.use_rslora={rslora}"]
+    whole = train(file, "name=whole", *starts)
     check = json.loads((whole / "run.json").read_text())["checks"]["policy = reference"]
     print(check, losses(whole))
     assert check["value"] == 0.0 and losses(whole)[0] == pytest.approx(0.693147, abs=1e-6)
     saved = json.loads((whole / "final/adapter_config.json").read_text())
-    assert (saved["r"], saved["lora_alpha"], saved["init_lora_weights"]) == (8, 16, True)
+    alpha = pytest.approx(8 * math.sqrt(2) if rslora else 16)
+    assert (saved["r"], saved["lora_alpha"], saved["init_lora_weights"]) == (8, alpha, True)
     published = AutoModelForCausalLM.from_pretrained(scratch_model)
     before = logits(published)
     loaded = logits(PeftModel.from_pretrained(published, whole / "final"))
     assert not torch.allclose(loaded, before, atol=1e-3)
-    lora = load(file, [start]).config.models[0].lora
+    lora = load(file, starts).config.models[0].lora
     base = AutoModelForCausalLM.from_pretrained(scratch_model)
     policy = load_lora(base, whole / "checkpoint-3")
     set_start(policy, lora, resumed=True)
@@ -102,10 +104,10 @@ def test_a_run_from_a_subtracted_start(init, tmp_path, shared, scratch_model):
     final = load_file(whole / "final/adapter_model.safetensors")
     again = load_file(tmp_path / "again/adapter_model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in final.items())
-    train(file, "name=broken", start, "checkpoint.save_total_limit=null")
+    train(file, "name=broken", *starts, "checkpoint.save_total_limit=null")
     for later in ("checkpoint-2", "checkpoint-3", "final"):
         shutil.rmtree(tmp_path / "broken" / later)
-    resumed = train(file, "name=broken", start, "checkpoint.save_total_limit=null", resume=True)
+    resumed = train(file, "name=broken", *starts, "checkpoint.save_total_limit=null", resume=True)
     assert losses(resumed) == losses(whole)
     again = load_file(resumed / "final/adapter_model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in final.items())

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.optimization import get_scheduler
 
 from posttrain.base.errors import ConfigError, DamagedError
 from posttrain.config import load
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, eight_bit_names, layer_matrices
 from posttrain.training.loop import learning_rate_at, warmup_count
 
@@ -373,7 +374,7 @@ def test_loraplus_is_pefts(kind):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_averages_are_torchs_of_the_masters(kind, dtype):
-    """From the start on; in their context the model has them, and afterwards its own weights again, to the bit."""
+    """From the start on; swapped, the model has them, and swapped back its own weights again, to the bit."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     model = large_model()
@@ -392,10 +393,11 @@ def test_averages_are_torchs_of_the_masters(kind, dtype):
         torch.testing.assert_close(average, want[name], rtol=1e-6, atol=1e-7, msg=name)
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     masters = {name: m.detach().clone() for name, m in optimizer.masters.items()}
-    with optimizer.averaged():
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, optimizer.masters[name].to(dtype)), name
-            torch.testing.assert_close(optimizer.masters[name].data, want[name], rtol=1e-6, atol=1e-7, msg=name)
+    optimizer.swap_averages()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, optimizer.masters[name].to(dtype)), name
+        torch.testing.assert_close(optimizer.masters[name].data, want[name], rtol=1e-6, atol=1e-7, msg=name)
+    optimizer.swap_averages()
     assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
     assert all(torch.equal(m, masters[name]) for name, m in optimizer.masters.items())
 
@@ -415,7 +417,7 @@ def half_model(ema_decay=None):
 def scaled_step(model, optimizer, seed, factor=1.0):
     torch.manual_seed(seed)
     loss = factor * model(torch.randint(100, (32,))).float().square().mean()
-    optimizer.scaled(loss).backward()
+    optimizer.scaler.scale(loss).backward()
     return optimizer.step(1e-3)
 
 
@@ -423,7 +425,7 @@ def test_float16_steps_are_those_of_the_scaled_losses():
     """The same steps as in float32, up to float16's rounding, although gradients of this size would be 0 in float16."""
     (half, optimizer), whole = half_model(), large_model()
     exact = AdamW(whole, max_grad_norm=0.5)
-    assert optimizer.loss_scale == 65536 and exact.loss_scale is None
+    assert optimizer.scaler.get_scale() == 65536 and not exact.scaler.is_enabled()
     for step in range(4):
         norms = scaled_step(half, optimizer, step, 1e-7), scaled_step(whole, exact, step, 1e-7)
         assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] > 0
@@ -437,24 +439,24 @@ def test_float16_steps_are_those_of_the_scaled_losses():
 def test_an_overflow_of_float16_changes_only_the_scale_and_is_resumed(monkeypatch):
     """The scale is halved, and doubled after as many updates without overflow; a resumed optimizer goes on so."""
     grown = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: grown(device, growth_interval=3))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(grown, growth_interval=3))
     model, optimizer = half_model(ema_decay=0.9)
     scaled_step(model, optimizer, 0)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     assert not math.isfinite(scaled_step(model, optimizer, 1, 1e6))
     after = optimizer.state()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"loss scale|scale", "loss scale|_growth_tracker"} and optimizer.loss_scale == 32768
+    assert changed == {"loss scale|scale", "loss scale|_growth_tracker"} and optimizer.scaler.get_scale() == 32768
     scaled_step(model, optimizer, 2)
     other, resumed = half_model(ema_decay=0.9)
     resumed.load_state({name: tensor.clone() for name, tensor in optimizer.state().items()})
     scales = []
     for step in range(3, 8):
         norms = [scaled_step(m, o, step) for m, o in ((model, optimizer), (other, resumed))]
-        assert norms[0] == norms[1] and optimizer.loss_scale == resumed.loss_scale
-        scales.append(optimizer.loss_scale)
+        assert norms[0] == norms[1] and optimizer.scaler.get_scale() == resumed.scaler.get_scale()
+        scales.append(optimizer.scaler.get_scale())
     assert scales == [32768, 65536, 65536, 65536, 131072]
     assert all(torch.equal(master, resumed.masters[name]) for name, master in optimizer.masters.items())
     state = {name: tensor for name, tensor in optimizer.state().items() if name != "loss scale|scale"}
-    with pytest.raises(DamagedError, match="the scale of float16's losses is missing"):
+    with pytest.raises(DamagedError, match=r"loss scale\|scale is missing"):
         resumed.load_state(state)

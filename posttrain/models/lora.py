@@ -160,42 +160,38 @@ def set_start(
     """
     from peft.tuners.lora import LoraLayer
 
-    layers: dict[str, Any] = {name: m for name, m in base_of(adapted).named_modules() if isinstance(m, LoraLayer)}
-    starts = {}
-    for name, layer in layers.items():
-        if "default" not in layer.lora_A:
-            raise ModelError(f"model.lora.init: {lora.init} is for linear layers, but {name} is an embedding layer")
-        down, up = layer.lora_A["default"], layer.lora_B["default"]
-        if resumed and lora.is_subtracted:
-            (own_A, start_A), (own_B, minus_B) = down.weight.chunk(2), up.weight.chunk(2, dim=1)
-            layer.r["default"], starts[name] = lora.r, (start_A.clone(), -minus_B)
-        else:
-            weight = weight_of(layer.get_base_layer()).float()
-            if published is not None:
-                weight = weight_of(published.get_submodule(name)).to(weight) - weight
-            elif type(layer.get_base_layer()).__name__ in CLASSES:
-                raise ModelError(f"model.lora.init: {lora.init} changes weights, but those of {name} are quantised")
-            if lora.r > min(weight.shape):
-                raise ModelError(f"model.lora.init: {lora.init} needs a lora.r of at most {min(weight.shape)} ({name})")
-            factors = start_factors(weight, lora, layer.scaling["default"])
-            starts[name] = tuple(factor.to(down.weight.dtype) for factor in factors)
-            own_A, own_B = (down.weight, up.weight) if resumed else starts[name]
-        # Of the same layout as START's, for products that are equal to the bit.
-        down.weight, up.weight = (
-            nn.Parameter(own.clone(memory_format=torch.contiguous_format)) for own in (own_A, own_B)
-        )
     config: Any = adapted.peft_config["default"]
     config.r, config.lora_alpha = lora.r, lora.alpha
     frozen = copy.deepcopy(config)
     frozen.modules_to_save = frozen.trainable_token_indices = None
-    adapted.add_adapter(START, frozen, autocast_adapter_dtype=False)
+    with torch.random.fork_rng(devices=[]):  # its random values are replaced
+        adapted.add_adapter(START, frozen, autocast_adapter_dtype=False)
     frozen.init_lora_weights = lora.init  # for `save`
+    layers: dict[str, Any] = {name: m for name, m in base_of(adapted).named_modules() if isinstance(m, LoraLayer)}
     for name, layer in layers.items():
-        A, B = starts[name]
-        layer.lora_A[START].weight.copy_(A)
-        layer.lora_B[START].weight.copy_(B)
+        if START not in layer.lora_A:
+            raise ModelError(f"model.lora.init: {lora.init} is for linear layers, but {name} is an embedding layer")
+        base, (A, B) = layer.get_base_layer(), (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        layer.r["default"], layer.scaling["default"] = lora.r, layer.scaling[START]
+        if resumed and lora.is_subtracted:
+            (A.data, start_A), (B.data, minus_B) = (part.data.chunk(2, dim) for dim, part in enumerate((A, B)))
+            start_B = -minus_B
+        else:
+            weight = weight_of(base).float()
+            if published is not None:
+                weight = weight_of(published.get_submodule(name)).to(weight) - weight
+            elif type(base).__name__ in CLASSES:
+                raise ModelError(f"model.lora.init: {lora.init} changes weights, but those of {name} are quantised")
+            if lora.r > min(weight.shape):
+                raise ModelError(f"model.lora.init: {lora.init} needs a lora.r of at most {min(weight.shape)} ({name})")
+            start_A, start_B = (each.to(A.dtype) for each in start_factors(weight, lora, layer.scaling[START]))
+            if not resumed:
+                A.data, B.data = start_A, start_B
+        for part, own, start in ((layer.lora_A, A, start_A), (layer.lora_B, B, start_B)):
+            part[START].weight.copy_(start)
+            own.data = own.data.contiguous()  # the layout of START's, for products that are equal to the bit
         if lora.is_subtracted:
-            base, product = layer.get_base_layer(), layer.scaling[START] * (B.float() @ A.float())
+            product = layer.scaling[START] * (start_B.float() @ start_A.float())
             rest = base.weight.float() - (product.T if isinstance(base, Conv1D) else product)
             base.weight.data = rest.to(base.weight.dtype)
     for name, parameter in adapted.named_parameters():
@@ -251,11 +247,12 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = 
     if _is_subtracted(model):
         state_dict = _with_start(model.state_dict() if state_dict is None else state_dict)
         written.r, written.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
-    rows = getattr(config, "trainable_token_indices", None)
-    more: dict[str, Any] = {"save_embedding_layers": False} if rows else {}  # the other rows are those of the base
+    # With rows that are trained, the others are those of the base.
+    embeddings = False if getattr(config, "trainable_token_indices", None) else "auto"
+    how: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": embeddings}
     model.peft_config["default"] = written
     try:
-        model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=["default"], **more)
+        model.save_pretrained(str(folder), state_dict=state_dict, **how)
     finally:
         model.peft_config["default"] = config
 

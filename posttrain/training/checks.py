@@ -18,7 +18,7 @@ from posttrain.config.schema.online import RewardedMethod
 from posttrain.losses.policy import sampling_weights
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import Ranks
 from posttrain.runs.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START, Finding
 from posttrain.runs.files import bits

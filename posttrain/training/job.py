@@ -34,7 +34,7 @@ from posttrain.models.load import Head, load_config, load_model, load_tokenizer,
 from posttrain.models.lora import add_lora, continues, load_lora, set_start
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, ShardedAdamW
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.checks import Finding

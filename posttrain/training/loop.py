@@ -27,7 +27,8 @@ from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
-from posttrain.optim.update import AdamW, HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -312,8 +313,11 @@ class Loop:
         """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template; before it,
         `ema/`, the same of the averages of the weights."""
         if self.optimizer.averages:
-            with self.optimizer.averaged():
+            self.optimizer.swap_averages()
+            try:
                 self.saver.save_model(self.job.run.folder / "ema", self.state.step)
+            finally:
+                self.optimizer.swap_averages()
         self.saver.save_model(self.job.run.final, self.state.step)
 
 

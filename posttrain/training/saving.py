@@ -28,7 +28,7 @@ from posttrain.config import load
 from posttrain.data import Prepared
 from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import Ranks
 from posttrain.runs.files import load_parts, load_tensors, part_file, restore_rng, rng_state, save_json, save_tensors
 from posttrain.runs.logs import QUIET_LOGGER
