@@ -171,7 +171,7 @@ def step_of_dpo(folder: Path) -> list[str]:
     from posttrain import runner
     from posttrain.config import load
     from posttrain.data import Dataset
-    from posttrain.optim.update import AdamW
+    from posttrain.optim.adamw import AdamW
 
     settings = write_inputs(folder)
     file = folder / "config.json"

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from posttrain import runner
 from posttrain.base.errors import RankError
 from posttrain.config import RunConfig, load
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.optim.variants import ShardedAdamW
 from posttrain.parallel import ranks
 from posttrain.runner import one

@@ -59,7 +59,7 @@ SYSTEMS: dict[str, str] = {
         vllm_importance_sampling_clip_max
         vllm_importance_sampling_correction vllm_importance_sampling_mode ref_model_mixup_alpha ref_model_sync_steps
         reward_model_name_or_path multi_objective_aggregation repetition_penalty log_completions
-        num_completions_to_print save_only_model logging_first_step group_by_length
+        num_completions_to_print save_only_model logging_first_step group_by_length init_lora_weights
     """,
     "LLaMA-Factory (`llamafactory-cli train`)": """
         model_name_or_path adapter_name_or_path stage do_train finetuning_type lora_rank lora_alpha lora_dropout
@@ -73,7 +73,8 @@ SYSTEMS: dict[str, str] = {
         eval_strategy eval_steps plot_loss report_to run_name output_dir overwrite_output_dir resume_from_checkpoint
         deepspeed ddp_timeout additional_target disable_shuffling ppo_whiten_rewards ppo_buffer_size pref_bco_weight
         reward_model_type early_stopping_steps dataloader_num_workers save_only_model use_dft_loss use_eaft_loss
-        eaft_alpha label_smoothing_factor
+        eaft_alpha label_smoothing_factor pissa_init pissa_iter pissa_convert
+        loraplus_lr_ratio loraplus_lr_embedding
     """,
     "axolotl (`axolotl train`)": """
         base_model model_type tokenizer_type tokenizer_config is_llama_derived_model special_tokens tokens adapter
@@ -87,7 +88,7 @@ SYSTEMS: dict[str, str] = {
         orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight reward_model evals_per_epoch
         saves_per_epoch save_steps eval_steps save_total_limit save_safetensors early_stopping_patience logging_steps
         wandb_project wandb_name output_dir seed resume_from_checkpoint hub_model_id deepspeed fsdp use_eaft eaft_alpha
-        eaft_k
+        eaft_k peft_init_lora_weights loraplus_lr_ratio loraplus_lr_embedding
     """,
     "A preference-optimisation pipeline (`src/train.py --config`)": """
         config huggingface_id trust_remote_code dataset subset split prompt_column chosen_column rejected_column

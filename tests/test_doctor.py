@@ -6,8 +6,10 @@ import shutil
 import time
 from importlib import import_module, metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
@@ -15,6 +17,7 @@ from posttrain.base.imports import installing
 from posttrain.cli import main
 from posttrain.doctor import all_checks, answer, checks, chosen, examine, machine, services
 from posttrain.doctor.checks import Broken, Check
+from posttrain.models.devices import lacks_bfloat16
 
 
 def check(function: str, lane: str = "a", **facts) -> Check:
@@ -279,3 +282,33 @@ def test_wrong_verdicts_are_seen(monkeypatch):
     monkeypatch.setattr(rules, "canary", lambda name, tags: known)
     with pytest.raises(Broken, match="of 20 known answers are graded wrongly: correct"):
         services.graders()
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "state", "fix"),
+    [
+        ((7, 5), ["sm_75", "sm_80"], "limited", "model.dtype: float16"),
+        ((7, 0), ["sm_75", "sm_80"], "broken", "whl/cu126"),
+        ((7, 0), ["sm_70", "sm_80"], "limited", "model.dtype: float16"),
+        ((8, 6), ["sm_80"], "ok", ""),
+    ],
+)
+def test_a_card_without_bfloat16_is_told_what_to_use(capability, built, state, fix, monkeypatch):
+    facts = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
+    for name, value in {
+        "get_device_properties": facts, "mem_get_info": (1 << 30, 1 << 34), "device_count": 1,
+        "get_device_capability": capability, "get_arch_list": built,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for name in ("_product", "_repeatable", "_driver"):
+        monkeypatch.setattr(machine, name, lambda *_: None)
+    lacks_bfloat16.cache_clear()
+    try:
+        found = machine._cuda()
+    finally:
+        lacks_bfloat16.cache_clear()
+    print(found)
+    assert found.state == state and fix in found.fix and found.detail.startswith("a card")
+    assert ("float16" in found.detail) == (state == "limited")
+    if state == "broken":
+        assert "has no kernels for sm_70" in found.detail

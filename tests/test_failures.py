@@ -20,7 +20,7 @@ from posttrain.base.signals import handling
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.recipes import ppo, sft
 from posttrain.runs import rollouts
 from posttrain.runs.atomic import writing

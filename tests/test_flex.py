@@ -14,15 +14,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.families import forest
 from posttrain.batch import Example, Node, pack
+from posttrain.config import ModelConfig
 from posttrain.models import attention
 from posttrain.models.attention import How, PackedMask, _eager, _sdpa
+from posttrain.models.devices import lacks_bfloat16
+from posttrain.models.load import takes_triton
 
 CARDS = {"RTX 4090": 101_376, "A100": 166_912, "H100": 232_448}  # bytes of shared memory a block may have
 
 
 @pytest.fixture(autouse=True)
 def forget():
-    cached = (attention.lacking_for_triton, attention.announce_without_flex)
+    cached = (attention.lacking_for_triton, attention.announce_without_flex, lacks_bfloat16)
     for function in cached:
         function.cache_clear()
     yield
@@ -90,6 +93,17 @@ def test_where_it_suits(monkeypatch):
     assert not any(attention.suits_flex(other, 0.0) for other in others) and not attention.suits_flex(query(), 0.1)
     monkeypatch.setattr(attention, "lacking_for_triton", lambda: "Triton is not installed")
     assert not attention.suits_flex(query(), 0.0)
+
+
+@pytest.mark.parametrize(("capability", "suits"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_cards_without_bfloat16_have_no_kernels(capability, suits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention.shutil, "which", lambda name: "/usr/bin/cc")
+    assert attention.suits_flex(query(torch.float16), 0.0) == suits
+    assert takes_triton(ModelConfig(path="a"), torch.device("cuda")) == suits
+    assert suits or attention.lacking_for_triton() == "this GPU's compute capability is below 8.0"
 
 
 @pytest.mark.parametrize(

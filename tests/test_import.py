@@ -399,6 +399,10 @@ def test_more_of_llama_factory(infos, tmp_path):
     assert llama(finetuning_type="freeze").left["freeze"].startswith("not supported")
     assert llama(lora_target="q_proj, v_proj").settings["model.lora.target_modules"] == ["q_proj", "v_proj"]
     assert llama(quantization_bit=4).settings["model.load_in_4bit"] is True
+    for pissa, init in (({}, "pissa_niter_16"), ({"pissa_iter": 4}, "pissa_niter_4"), ({"pissa_iter": -1}, "pissa")):
+        started = loaded(llama(pissa_init=True, loraplus_lr_ratio=16.0, **pissa), tmp_path)
+        assert (started.models[0].lora.init, started.training.loraplus_lr_ratio) == (init, 16.0)
+    assert "model.lora.init" not in llama(pissa_init=False, pissa_iter=4).settings
     assert "8 bits" in llama(quantization_bit=8).left["quantization_bit"]
     ppo = llama(stage="ppo", reward_model="saves/rm", dataset="alpaca_en_demo", max_new_tokens=512, pref_beta=None,
                 pref_loss=None, val_size=0)  # fmt: skip
@@ -589,6 +593,9 @@ def test_more_of_axolotl(tmp_path):
     assert (config.method.beta, config.method.num_generations, config.training.batch_size) == (0.001, 2, 4)
     assert config.data.source == "openai/gsm8k/main" and config.rewards[0].function == "rwd:right"
     assert "no format here has this name" in with_section.left["type rwd.gsm8k_transform"]
+    for theirs, init in (("olora", "olora"), (True, "default"), ("pissa_niter_4", "pissa_niter_4")):
+        started = axolotl(peft_init_lora_weights=theirs, loraplus_lr_ratio=4, load_in_4bit=False).settings
+        assert (started["model.lora.init"], started["training.loraplus_lr_ratio"]) == (init, 4)
     simpo = axolotl(rl="simpo", adapter=None, load_in_4bit=False)
     assert simpo.settings["method.beta"] == 0.1 and simpo.settings["method.cpo_alpha"] == 1.0
     assert axolotl(rl="kto", rl_beta=0.5, kto_desirable_weight=0.2).settings["method.desirable_weight"] == 0.2
@@ -610,8 +617,8 @@ def test_names_of_other_systems(tmp_path):
     draft = imported(text, "old.yaml", method="dpo")
     config = loaded(draft, tmp_path)
     assert (config.method.beta, config.training.batch_size, config.data.max_rows) == (0.2, 8, 100)
-    assert config.models[0].lora.alpha == 8 and config.models[0].dtype == "bfloat16"
-    assert "float16 is not supported" in written(draft) and "default of" not in written(draft)
+    assert config.models[0].lora.alpha == 8 and config.models[0].dtype == "float16"
+    assert "on a GPU without bfloat16" in written(draft) and "default of" not in written(draft)
     with pytest.raises(
         ConfigError, match=r"old.yaml does not say its method; give one with --method: sft, reward, dpo"
     ):

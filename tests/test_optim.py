@@ -5,15 +5,16 @@ import json
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from transformers.optimization import get_scheduler
 
-from posttrain.base.errors import ConfigError
+from posttrain.base.errors import ConfigError, DamagedError
 from posttrain.config import load
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, eight_bit_names, layer_matrices
 from posttrain.training.loop import learning_rate_at, warmup_count
 
@@ -100,14 +101,14 @@ def backward_large(model, seed):
 def test_state_restores_to_the_bit(kind, dtype):
     """Two packs a step, so that gradients are summed too."""
     model = large_model()
-    optimizer = OPTIMIZERS[kind](model, dtype)
+    optimizer = OPTIMIZERS[kind](model, dtype, ema_decay=0.9)
     for step in range(3):
         backward_large(model, step)
         backward_large(model, step + 10)
         optimizer.step(1e-3)
     other = large_model()
     other.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
-    resumed = OPTIMIZERS[kind](other, dtype)
+    resumed = OPTIMIZERS[kind](other, dtype, ema_decay=0.9)
     resumed.load_state({k: v.clone() for k, v in optimizer.state().items()})
     for step in range(3, 6):
         for m, o in ((model, optimizer), (other, resumed)):
@@ -140,7 +141,7 @@ def test_going_back_to_before_the_first_update_leaves_no_moments(kind):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad):
     model = large_model()
-    optimizer = OPTIMIZERS[kind](model)
+    optimizer = OPTIMIZERS[kind](model, ema_decay=0.9)
     backward_large(model, 0)
     optimizer.step(1e-3)
     before = {k: v.clone() for k, v in (model.state_dict() | optimizer.state()).items()}
@@ -339,3 +340,123 @@ def test_a_share_of_warm_up_leaves_a_step_to_train():
     """transformers rounds up, so that a run of one step would have the rate 0 and nothing else."""
     assert [warmup_count(0.03, total) for total in (1, 2, 34, 100)] == [0, 1, 2, 3]
     assert warmup_count(5, 3) == 5
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_loraplus_is_pefts(kind):
+    """B matrices and vectors (here DoRA's magnitudes) at a multiple of the rate, the rest at the rate itself."""
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        models.append(get_peft_model(body, LoraConfig(r=32, target_modules=["0", "2"], use_dora=True)))
+    optimizer = OPTIMIZERS[kind](models[0], loraplus_lr_ratio=16.0, weight_decay=0.0, max_grad_norm=0)
+    other = torch.optim.AdamW
+    if kind == "adamw_8bit":
+        other = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra").optim.AdamW8bit
+    reference = create_loraplus_optimizer(models[1], other, lr=1e-3, loraplus_lr_ratio=16.0, eps=1e-8)
+    for step in range(4):
+        for model in models:
+            torch.manual_seed(step)
+            model(torch.randn(5, 64)).square().sum().backward()
+        optimizer.step(1e-3)
+        reference.step()
+        reference.zero_grad()
+    trained = dict(models[1].named_parameters())
+    assert len({group["lr"] for group in optimizer._adamw.param_groups}) == 2
+    for name in optimizer.masters:
+        torch.testing.assert_close(optimizer.masters[name], trained[name].data, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_are_torchs_of_the_masters(kind, dtype):
+    """From the start on; swapped, the model has them, and swapped back its own weights again, to the bit."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = large_model()
+    optimizer = OPTIMIZERS[kind](model, dtype, ema_decay=0.9)
+    masters = nn.ParameterDict({name.replace(".", "-"): nn.Parameter(m) for name, m in optimizer.masters.items()})
+    averaged = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(masters)  # its first call copies
+    for step in range(4):
+        backward_large(model, step)
+        optimizer.step(1e-2)
+        averaged.update_parameters(
+            nn.ParameterDict({name.replace(".", "-"): nn.Parameter(m) for name, m in optimizer.masters.items()})
+        )
+    want = {name: averaged.module[name.replace(".", "-")].data for name in optimizer.masters}
+    for name, average in optimizer.averages.items():
+        torch.testing.assert_close(average, want[name], rtol=1e-6, atol=1e-7, msg=name)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    masters = {name: m.detach().clone() for name, m in optimizer.masters.items()}
+    optimizer.swap_averages()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, optimizer.masters[name].to(dtype)), name
+        torch.testing.assert_close(optimizer.masters[name].data, want[name], rtol=1e-6, atol=1e-7, msg=name)
+    optimizer.swap_averages()
+    assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(m, masters[name]) for name, m in optimizer.masters.items())
+
+
+def test_a_state_without_its_averages_is_damaged():
+    optimizer = AdamW(large_model(), ema_decay=0.9)
+    state = {name: tensor for name, tensor in optimizer.state().items() if name != "1.weight|ema"}
+    with pytest.raises(DamagedError, match=r"1.weight\|ema has the shape none"):
+        optimizer.load_state(state)
+
+
+def half_model(ema_decay=None):
+    model = large_model()
+    return model, AdamW(model, torch.float16, ema_decay=ema_decay, max_grad_norm=0.5)
+
+
+def scaled_step(model, optimizer, seed, factor=1.0):
+    torch.manual_seed(seed)
+    loss = factor * model(torch.randint(100, (32,))).float().square().mean()
+    optimizer.scaler.scale(loss).backward()
+    return optimizer.step(1e-3)
+
+
+def test_float16_steps_are_those_of_the_scaled_losses():
+    """The same steps as in float32, up to float16's rounding, although gradients of this size would be 0 in float16."""
+    (half, optimizer), whole = half_model(), large_model()
+    exact = AdamW(whole, max_grad_norm=0.5)
+    assert optimizer.scaler.get_scale() == 65536 and not exact.scaler.is_enabled()
+    for step in range(4):
+        norms = scaled_step(half, optimizer, step, 1e-7), scaled_step(whole, exact, step, 1e-7)
+        assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] > 0
+    for name, master in optimizer.masters.items():
+        assert master.dtype == torch.float32 and half.get_parameter(name).dtype == torch.float16
+        moved = master.detach() - dict(large_model().named_parameters())[name]
+        want = exact.masters[name].detach() - dict(large_model().named_parameters())[name]
+        assert float((moved - want).norm() / want.norm()) < 0.1, name
+
+
+def test_an_overflow_of_float16_changes_only_the_scale_and_is_resumed(monkeypatch):
+    """The scale is halved, and doubled after as many updates without overflow; a resumed optimizer goes on so."""
+    grown = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(grown, growth_interval=3))
+    model, optimizer = half_model(ema_decay=0.9)
+    scaled_step(model, optimizer, 0)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    assert not math.isfinite(scaled_step(model, optimizer, 1, 1e6))
+    after = optimizer.state()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"loss scale|scale", "loss scale|_growth_tracker"} and optimizer.scaler.get_scale() == 32768
+    scaled_step(model, optimizer, 2)
+    other, resumed = half_model(ema_decay=0.9)
+    resumed.load_state({name: tensor.clone() for name, tensor in optimizer.state().items()})
+    scales = []
+    for step in range(3, 8):
+        norms = [scaled_step(m, o, step) for m, o in ((model, optimizer), (other, resumed))]
+        assert norms[0] == norms[1] and optimizer.scaler.get_scale() == resumed.scaler.get_scale()
+        scales.append(optimizer.scaler.get_scale())
+    assert scales == [32768, 65536, 65536, 65536, 131072]
+    assert all(torch.equal(master, resumed.masters[name]) for name, master in optimizer.masters.items())
+    state = {name: tensor for name, tensor in optimizer.state().items() if name != "loss scale|scale"}
+    with pytest.raises(DamagedError, match=r"loss scale\|scale is missing"):
+        resumed.load_state(state)

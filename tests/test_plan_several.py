@@ -68,6 +68,11 @@ def test_the_command(shared, tmp_path, capsys):
     assert "gathered weights" in shown and "sent and received by each process" in shown and "not measured" in shown
     assert main(["plan", str(file), "--device", "h100", "devices.ids=[0, 1]", "--strategy", "fsdp"]) == 0
     assert "h100, bfloat16, 2 processes with parts of the weights" in " ".join(capsys.readouterr().out.split())
+    for card, dtype, advised in (("t4", "auto", True), ("t4", "float16", False), ("l4", "auto", False)):
+        assert main(["plan", str(file), "--device", card, f"model.dtype={dtype}"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("computes bfloat16 slowly" in shown and "set model.dtype=float16" in shown) == advised
+        assert f"{card}, {'float16' if dtype == 'float16' else 'bfloat16'}" in shown
     assert main(["plan", str(file), "--device", "h1000"]) == 2 and "h100, h200" in capsys.readouterr().err
     for several in (["--nproc", "2"], ["devices.ids=[0, 1]"], ["--device", "h100"]):
         assert main(["plan", str(file), "--probe", *several]) == 2 and "real steps" in capsys.readouterr().err

@@ -38,10 +38,11 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
     labelled = {"source": "builtin:arithmetic-kto", "template": "none", "max_rows": 40, "max_length": 400}
     coupled = {"type": "dpo", "loss_type": ["kto_pair"], "precompute_ref_log_probs": True}
     lora, one_prompt = {"lora": {"r": 4, "dropout": 0.0}}, {"training": {"batch_size": 1}}
+    pissa = {"lora": {"r": 4, "dropout": 0.0, "init": "pissa"}}
     kinds = {
-        "sft": {"model": story, "method": {"type": "sft"}, "data": hh},
+        "sft": {"model": story, "method": {"type": "sft"}, "data": hh, "training": {"ema_decay": 0.5}},
         "empty": {"model": story, "method": {"type": "sft"}, "data": hh, "training": {"batch_size": 1}},
-        "dpo": {"model": story | lora, "method": {"type": "dpo"}, "data": hh},
+        "dpo": {"model": story | pissa, "method": {"type": "dpo"}, "data": hh},
         "qlora": {"model": story | lora | {"load_in_4bit": True}, "method": {"type": "sft"}, "data": hh},
         "coupled": {"model": story, "method": coupled, "data": hh},
         "kto": {"model": story, "method": {"type": "kto"}, "data": labelled},

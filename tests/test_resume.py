@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain import runner
 from posttrain.base.errors import ModelError, RunError
-from posttrain.config import load
+from posttrain.config import ModelConfig, load
+from posttrain.models.load import load_model
+from posttrain.planning import estimate
 from posttrain.runs.checkpoint import list_checkpoints
-from posttrain.training.loop import Loop
+from posttrain.training import job
+from posttrain.training.loop import MAX_SKIPPED_IN_A_ROW, Loop
 from posttrain.training.saving import Saver
 
 CLOCK = ("time",)  # the only thing in a line of metrics that two equal runs may differ in
@@ -115,6 +119,30 @@ def test_a_reference_of_another_architecture_cannot_follow(tmp_path, shared, scr
     sections["method"]["ref_model"] = str(tmp_path / "other")
     with pytest.raises(ModelError, match=r"those of method\.ref_model differ from the policy"):
         start(tmp_path, sections)
+
+
+def test_averages_are_saved_and_resumed(tmp_path, shared, scratch_model, power_cut):
+    """ema/ is a model like final/, here an adapter with a start of its own, and the same after a power cut."""
+    sections = settings(shared, scratch_model, "dpo", ema_decay=0.9)
+    sections["model"]["lora"] = {"r": 4, "init": "pissa"}
+    start(tmp_path / "whole", sections)
+    with power_cut(step=5):
+        start(tmp_path / "broken", sections)
+    assert start(tmp_path / "broken", sections, resume=True) == 0
+    assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+    whole, again = (load_file(tmp_path / run / "run/ema/adapter_model.safetensors") for run in ("whole", "broken"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    final = load_file(tmp_path / "whole/run/final/adapter_model.safetensors")
+    assert final.keys() == whole.keys() and not all(torch.equal(final[name], whole[name]) for name in final)
+    averaged = load_model(ModelConfig(path=str(tmp_path / "whole/run/ema")), "lm", torch.float32, torch.device("cpu"))
+    state = load_file(tmp_path / "whole/run/checkpoint-8/optimizer.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    A, B = (state[f"base_model.model.{name}.lora_{x}.default.weight|ema"] for x in "AB")
+    A0 = whole[f"base_model.model.{name}.lora_A.weight"][4:]
+    minus_B0 = whole[f"base_model.model.{name}.lora_B.weight"][:, 4:]
+    published = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, torch.device("cpu"))
+    want = published.get_parameter(f"{name}.weight") + 8 * (B @ A + minus_B0 @ A0)
+    torch.testing.assert_close(averaged.get_parameter(f"{name}.weight"), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -359,3 +387,25 @@ def test_early_stopping_goes_on_where_it_was(tmp_path, shared, scratch_model, po
     for _ in range(2):
         start(tmp_path / "cut", sections, resume=True)
         assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
+
+
+def test_float16_on_a_stand_in_for_a_gpu(tmp_path, shared, scratch_model, monkeypatch, power_cut):
+    """On a CPU, which is refused otherwise. Overflows are skipped, counted and do not end the run, and a resumed run
+    has the scales of the whole one."""
+    sections = settings(shared, scratch_model, "dpo", max_steps=9)
+    sections |= {"evaluation": {"eval_steps": -1}, "checkpoint": {"save_steps": 2, "save_total_limit": None}}
+    sections["model"]["dtype"] = "float16"
+    with pytest.raises(ModelError, match="float16 is for GPUs without bfloat16, but this run computes on cpu"):
+        start(tmp_path / "refused", sections)
+    monkeypatch.setattr(job, "compute_dtype", lambda model, device: torch.float16)
+    monkeypatch.setattr(estimate, "compute_dtype", lambda model, device: torch.float16)
+    grown = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(grown, init_scale=2.0**24))
+    start(tmp_path / "whole", sections)
+    with power_cut(step=5):
+        start(tmp_path / "broken", sections)
+    assert start(tmp_path / "broken", sections, resume=True) == 0
+    assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+    results = json.loads((tmp_path / "whole/run/results.json").read_text())
+    print(results["skipped_steps"], results["final"])
+    assert MAX_SKIPPED_IN_A_ROW < results["skipped_steps"] < 9 and results["final"]["loss_scale"] < 2**20

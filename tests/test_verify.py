@@ -13,7 +13,7 @@ from posttrain import runner
 from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.runner.verify import planned, prepared, verify_resume
 from posttrain.runs.files import save_json, save_tensors
 from posttrain.runs.managing.facts import compare_runs, first_difference

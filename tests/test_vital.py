@@ -15,7 +15,7 @@ from benchmarks.families import forest, make
 from posttrain.base.errors import VitalSignError
 from posttrain.batch import Example, Node, pack
 from posttrain.models import attention
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.runs.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START, STEPS, checks_of
 from posttrain.runs.summary import read_run
 from posttrain.scoring import RewardScorer, Scorer

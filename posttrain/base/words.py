@@ -8,7 +8,7 @@ from typing import TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-SAVED = re.compile(r"final|best|checkpoint-\d+")  # names of folders with a model in a run folder
+SAVED = re.compile(r"final|best|ema|checkpoint-\d+")  # names of folders with a model in a run folder
 
 
 def counted(count: int, noun: str, several: str | None = None) -> str:

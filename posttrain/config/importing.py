@@ -105,6 +105,9 @@ def _adapter(draft: Draft) -> None:
     rank, targets = draft.rest.get("lora_rank"), draft.rest.get("lora_target")
     if draft.source.system == "llama-factory" and isinstance(rank, int):
         draft.rest.setdefault("lora_alpha", 2 * rank)
+    iterations = draft.take("pissa_iter") or 16  # LLaMA-Factory's default; -1 is the whole SVD
+    if draft.take("pissa_init"):
+        draft.put("model.lora.init", "pissa" if iterations == -1 else f"pissa_niter_{iterations}", "pissa_init")
     if isinstance(targets, str) and targets != "all":
         draft.rest["lora_target"] = [part.strip() for part in targets.split(",")]
     if not any(draft.rest.get(name) for name in ("lora_target", "lora_target_linear", "lora_target_modules")):

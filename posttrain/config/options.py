@@ -15,7 +15,6 @@ from posttrain.config.reading.explain import problems_of_group
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import Settings
 from posttrain.config.schema.data import variables
-from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.rollout import EngineName, RolloutConfig
 
 VARIABLES = "--chat-template-kwargs"
@@ -67,7 +66,7 @@ TOP_PS = Flag(
 # Flags that several commands share.
 DATA = Flag("Local rows to use for a suite instead of its source; repeatable.", metavar="[NAME=]FILE")
 DEVICE = Flag("auto, cpu, cuda, a GPU by number (cuda:1), or mps.")
-DTYPE = Flag("auto, float32 or bfloat16.")
+DTYPE = Flag("auto, float32, bfloat16 or float16.")
 ENGINE = Flag("embedded, transformers (any architecture) or vllm.", parse=str)
 FORMAT = Flag("Format of the rows, as in data.format; auto: inferred from the columns.")
 LONGEST = Flag("Maximum completion length in tokens.")
@@ -255,7 +254,8 @@ class QuantizeOptions:
         str | None, Flag("As in data.template; default: the run's, or chat if the model has one, otherwise none.")
     ] = None
     dtype: Annotated[
-        ModelDtype, Flag("Dtype of all other weights: auto (as stored), float32 or bfloat16.", parse=str)
+        Literal["auto", "float32", "bfloat16"],
+        Flag("Dtype of all other weights: auto (as stored), float32 or bfloat16.", parse=str),
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
 

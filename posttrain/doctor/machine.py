@@ -263,14 +263,22 @@ def _driver() -> str | None:
 def _cuda() -> Found:
     import torch
 
+    from posttrain.models.devices import OLD_CARD, lacks_bfloat16
+
     facts = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
+    is_old = lacks_bfloat16()
+    kernels = {f"sm_{facts.major}{minor}" for minor in range(facts.minor + 1)}
+    if is_old and not kernels & {*torch.cuda.get_arch_list()}:
+        name = f"{_driver() or facts.name}, but torch {torch.__version__} has no kernels for {max(kernels)}"
+        return Found(name, "broken", "pip install torch --index-url https://download.pytorch.org/whl/cu126")
     _product("cuda")
     _repeatable("cuda")
     count = torch.cuda.device_count()
     detail = f"{_driver() or facts.name}, {in_units(free)} of {in_units(total)} free"
     detail += f", CUDA {torch.version.cuda or torch.version.hip}{f', {count} GPUs' if count > 1 else ''}"
-    return Found(f"{detail}; a kernel works, deterministic backward")
+    detail += "; a kernel works, deterministic backward"
+    return Found(f"{detail}; it {OLD_CARD}", "limited", "model.dtype: float16") if is_old else Found(detail)
 
 
 def _product(device: str) -> None:
@@ -293,6 +301,8 @@ def triton() -> Found:
     on_gpu = torch.cuda.is_available()
     if why := attention.lacking_for_triton():
         install = installing("gpu-dev") if "Triton" in why else "apt-get install gcc"
+        if "capability" in why:
+            return Found(f"{why}; PyTorch's operations are used", "absent")
         return Found(f"{why}; PyTorch's operations are used", "limited" if on_gpu else "absent", install)
     import triton
 

@@ -17,7 +17,7 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.prompts import end_of_turn
 from posttrain.export.card import WrittenModel, public
 from posttrain.export.gate import TITLES, Check, cells
-from posttrain.export.merging import DTYPES, LIMITS, check_equal, load_base, outputs_of
+from posttrain.export.merging import DTYPES, check_equal, load_base, outputs_of
 from posttrain.export.rows import prompts_for
 from posttrain.export.source import QUANTISED, Source, adapters_of, chats
 from posttrain.export.targets import refuse_full_disk
@@ -27,6 +27,7 @@ from posttrain.models.families import base_of
 from posttrain.models.files import adapter_config, adapter_stops, check_adapter_weights
 from posttrain.models.load import load_config, load_model, load_tokenizer
 from posttrain.runs.files import load_json, save_json
+from posttrain.training.checks import ROUNDING
 
 if TYPE_CHECKING:  # its import takes a second
     from peft import PeftModel
@@ -155,10 +156,10 @@ class FoldedAdapters(Adapter):
         del adapted
         folded = with_adapter(load_base(original, self._device), ModelConfig(path=str(folder)))
         got, what = self._outputs(folded), f"{source.model.path}: the check folded = trained fails"
-        check_equal(got, want, LIMITS[torch.float32], what, "An adapter has a part that cannot be folded")
+        check_equal(got, want, ROUNDING[torch.float32], what, "An adapter has a part that cannot be folded")
         # If the merged base is saved in half precision, its weights are already rounded.
         dtype = load_config(base_settings(source.model)).dtype
-        limit = LIMITS[dtype if isinstance(dtype, torch.dtype) and dtype in LIMITS else torch.float32]
+        limit = ROUNDING[dtype if isinstance(dtype, torch.dtype) and dtype in ROUNDING else torch.float32]
         remedy = "Other adapters were merged into its base: give the last of them with --base ADAPTER"
         difference = check_equal(got, self._trained, limit, what, remedy)
         outputs, unit = ("rewards", "") if source.reward else ("log-probabilities", " nats")

@@ -22,7 +22,6 @@ from posttrain.models.load import check_embeddings, load_model, to_dtype
 from posttrain.training.checks import ROUNDING, Noise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LIMITS = {**ROUNDING, torch.float16: ROUNDING[torch.bfloat16]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def merge(
     whole = merged(adapted).eval()
     got = outputs_of(whole, prompts, source.reward)
     what = f"{source.model.path}: the check merged = adapter fails"
-    return Whole(whole, want, check_equal(got, want, LIMITS[torch.float32], what), effect)
+    return Whole(whole, want, check_equal(got, want, ROUNDING[torch.float32], what), effect)
 
 
 def write_and_check(
@@ -101,7 +100,7 @@ def write_and_check(
             raise VitalSignError(f"{source.model.path}: the weight {name} is not in the written files, or has changed")
     got = outputs_of(loaded, prompts, source.reward)
     what = f"{source.model.path}: the written files fail the check in {str(dtype).removeprefix('torch.')}"
-    return check_equal(got, whole.outputs, LIMITS[dtype], what)
+    return check_equal(got, whole.outputs, ROUNDING[dtype], what)
 
 
 MERGING = "Either weights are too large for the dtype (try --dtype float32), or this type of adapter cannot be merged"

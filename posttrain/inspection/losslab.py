@@ -30,7 +30,8 @@ from posttrain.inspection.loss_inputs import (
 )
 from posttrain.models.devices import determinism, take_device
 from posttrain.models.experts import RouterLoss
-from posttrain.optim.update import AdamW, Objective, backward, balanced
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import Objective, balanced, over_packs
 from posttrain.recipes import recipe_of
 from posttrain.recipes.offline import Models, scorer_of
 from posttrain.recipes.online import Step, split_prompts
@@ -225,7 +226,7 @@ def _measure(bench: Bench, chosen: Sequence[Variant]) -> tuple[list[LossRow], Te
     for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
         restore_rng(*generators, bench.job.device)  # the same dropout for all losses
         loss = bench.loss(variant.method)
-        metrics = backward(loss.packs, loss.objective)
+        metrics = over_packs(loss.packs, loss.objective)
         norm, value = _take(bench.optimizer, gradient), metrics.get("loss", 0.0)
         rows.append(LossRow(variant, _finite(value), _finite(norm), *clipped(variant.method, loss, stored)))
     return rows, gradients

@@ -1,6 +1,7 @@
 """The device of the settings, its dtype, and deterministic kernels."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 
@@ -89,7 +90,26 @@ def device_of(devices: DevicesConfig) -> torch.device:
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation: `auto` is bfloat16 on a GPU and float32 elsewhere."""
+    """Return the dtype of the computation: `auto` is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises ModelError for float16 elsewhere, where it is slow and its losses are not scaled.
+    """
     if model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    if model.dtype == "float16" and device.type != "cuda":
+        raise ModelError(
+            f"model.dtype: float16 is for GPUs without bfloat16, but this run computes on {device.type}: set auto"
+        )
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
+
+
+OLD_CARD = (
+    "computes bfloat16 slowly (compute capability below 8.0): set model.dtype=float16; for models that do not fit also "
+    "model.lora=true and model.load_in_4bit=true. FlexAttention and posttrain's kernels are off"
+)
+
+
+@functools.cache
+def lacks_bfloat16(device: torch.device | str = "cuda") -> bool:
+    """Whether a GPU computes bfloat16 only by emulation: compute capability below 8.0, such as T4's and V100's."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)

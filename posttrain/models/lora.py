@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -20,6 +22,7 @@ from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
+from posttrain.models.quantised import CLASSES, weight_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -124,10 +127,11 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 def continues(config: RunConfig, model: ModelConfig) -> bool:
     """Whether a run continues to train the adapter that it starts from: the adapter's settings equal `model.lora`.
 
-    Otherwise, and in runs of behavior_version 1, the adapter is merged into its base, and a new one is trained.
+    Otherwise, with another start than PEFT's (`lora.init`), and in runs of behavior_version 1, the adapter is merged
+    into its base, and a new one is trained.
     """
     saved = adapter_config(model.path)
-    if saved is None or model.lora is None or config.behavior_version < 2:
+    if saved is None or model.lora is None or model.lora.init != "default" or config.behavior_version < 2:
         return False
     saved = {"trainable_token_indices": None} | saved  # earlier versions of PEFT did not write this entry
     with torch.device("meta"):
@@ -144,9 +148,80 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@torch.no_grad()
+def set_start(
+    adapted: PeftModel, lora: LoraConfig, published: PreTrainedModel | None = None, resumed: bool = False
+) -> None:
+    """Give new adapters the start that `lora.init` names, and add a frozen copy of it, START.
+
+    PiSSA and OLoRA subtract the start from the base's weights, which are rounded to their dtype, so that both together
+    are the published model. The adapters of a checkpoint contain both (`save`) and are separated again. LoftQ
+    approximates what 4 bits lost of the `published` model. Raises ModelError for a layer that cannot start like this.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    config: Any = adapted.peft_config["default"]
+    config.r, config.lora_alpha = lora.r, lora.alpha
+    frozen = copy.deepcopy(config)
+    frozen.modules_to_save = frozen.trainable_token_indices = None
+    with torch.random.fork_rng(devices=[]):  # its random values are replaced
+        adapted.add_adapter(START, frozen, autocast_adapter_dtype=False)
+    frozen.init_lora_weights = lora.init  # for `save`
+    layers: dict[str, Any] = {name: m for name, m in base_of(adapted).named_modules() if isinstance(m, LoraLayer)}
+    for name, layer in layers.items():
+        if START not in layer.lora_A:
+            raise ModelError(f"model.lora.init: {lora.init} is for linear layers, but {name} is an embedding layer")
+        base, (A, B) = layer.get_base_layer(), (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        layer.r["default"], layer.scaling["default"] = lora.r, layer.scaling[START]
+        if resumed and lora.is_subtracted:
+            (A.data, start_A), (B.data, minus_B) = (part.data.chunk(2, dim) for dim, part in enumerate((A, B)))
+            start_B = -minus_B
+        else:
+            weight = weight_of(base).float()
+            if published is not None:
+                weight = weight_of(published.get_submodule(name)).to(weight) - weight
+            elif type(base).__name__ in CLASSES:
+                raise ModelError(f"model.lora.init: {lora.init} changes weights, but those of {name} are quantised")
+            if lora.r > min(weight.shape):
+                raise ModelError(f"model.lora.init: {lora.init} needs a lora.r of at most {min(weight.shape)} ({name})")
+            start_A, start_B = (each.to(A.dtype) for each in start_factors(weight, lora, layer.scaling[START]))
+            if not resumed:
+                A.data, B.data = start_A, start_B
+        for part, own, start in ((layer.lora_A, A, start_A), (layer.lora_B, B, start_B)):
+            part[START].weight.copy_(start)
+            own.data = own.data.contiguous()  # the layout of START's, for products that are equal to the bit
+        if lora.is_subtracted:
+            product = layer.scaling[START] * (start_B.float() @ start_A.float())
+            rest = base.weight.float() - (product.T if isinstance(base, Conv1D) else product)
+            base.weight.data = rest.to(base.weight.dtype)
+    for name, parameter in adapted.named_parameters():
+        if f".{START}." in name:
+            parameter.requires_grad_(False)
+
+
+def start_factors(weight: Tensor, lora: LoraConfig, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return A (r, inputs) and B (outputs, r) for a weight W (outputs, inputs) = U S V' (SVD) = Q R.
+
+    PiSSA (arXiv 2404.02948, eq. 2 and 3): A = √(S/scaling) V' and B = U √(S/scaling), of the r largest singular values;
+    `pissa_niter_N` finds them by N subspace iterations. LoftQ (arXiv 2310.08659, eq. 6) does the same with the rounding
+    error as W. OLoRA (arXiv 2406.01775): A = R and B = Q, of the first r columns of Q.
+    """
+    r = lora.r
+    if lora.init == "olora":
+        Q, R = torch.linalg.qr(weight)
+        return R[:r], Q[:, :r]
+    if lora.init.startswith("pissa_niter_"):
+        U, S, V = torch.svd_lowrank(weight, r, niter=int(lora.init.rpartition("_")[2]))
+        Vh = V.T
+    else:
+        U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
+    root_r = (S[:r] / scaling).sqrt()
+    return root_r[:, None] * Vh[:r], U[:, :r] * root_r
+
+
 @contextmanager
 def as_begun(policy: PeftModel) -> Iterator[None]:
-    """Context with the policy as its run began: with the frozen copy of a continued adapter, or without adapters."""
+    """Context with the policy as its run began: with the frozen START of its adapter, or without adapters."""
     if START not in policy.peft_config:
         with policy.disable_adapter():
             yield
@@ -158,16 +233,43 @@ def as_begun(policy: PeftModel) -> Iterator[None]:
         policy.set_adapter("default")
 
 
-def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
     """Write a model in the format of transformers or PEFT. For a PEFT model, only the adapter is written, with the hash
-    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded."""
-    only: dict[str, Any] = {}
-    if is_adapted(model):
-        only["selected_adapters"] = ["default"]
-        if getattr(model.peft_config["default"], "trainable_token_indices", None):
-            only["save_embedding_layers"] = False  # the other rows are those of the base
-        name_base(folder, str(base_of(model).name_or_path))
-    model.save_pretrained(str(folder), state_dict=state_dict, **only)  # pyright: ignore[reportCallIssue]
+    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded.
+
+    If the base lacks the adapter's start, an adapter of the published base is written: of twice the rank, with
+    [A; A0] and [B, -B0] for A, B and a start of A0, B0."""
+    if not is_adapted(model):
+        return model.save_pretrained(str(folder), state_dict=state_dict)  # pyright: ignore[reportCallIssue]
+    name_base(folder, str(base_of(model).name_or_path))
+    config: Any = model.peft_config["default"]
+    written = copy.copy(config)
+    if _is_subtracted(model):
+        state_dict = _with_start(model.state_dict() if state_dict is None else state_dict)
+        written.r, written.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
+    # With rows that are trained, the others are those of the base.
+    embeddings = False if getattr(config, "trainable_token_indices", None) else "auto"
+    how: dict[str, Any] = {"selected_adapters": ["default"], "save_embedding_layers": embeddings}
+    model.peft_config["default"] = written
+    try:
+        model.save_pretrained(str(folder), state_dict=state_dict, **how)
+    finally:
+        model.peft_config["default"] = config
+
+
+def _is_subtracted(adapted: PeftModel) -> bool:
+    """Whether START was subtracted from the base (`set_start`)."""
+    return str(getattr(adapted.peft_config.get(START), "init_lora_weights", "")).startswith(("pissa", "olora"))
+
+
+def _with_start(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with both parts, the trained one first, in place of the trained A and B."""
+    state = dict(state)
+    for A in [name for name in state if ".lora_A.default." in name]:
+        B = A.replace(".lora_A.", ".lora_B.")
+        state[A] = torch.cat([state[A], state[A.replace(".default.", f".{START}.")]])
+        state[B] = torch.cat([state[B], -state[B.replace(".default.", f".{START}.")]], dim=1)
+    return state
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:

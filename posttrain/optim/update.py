@@ -1,9 +1,4 @@
-"""One optimizer step over the packs of a batch: AdamW on float32 master weights.
-
-bfloat16 weights do not change at a learning rate of 1e-6: the update is below their resolution. So for a model that
-computes in bfloat16, each trained tensor has a float32 master here, gradients are summed in float32, and the model's
-weights are the rounded masters. In float32 the masters are the model's weights themselves.
-"""
+"""One optimizer step over the packs of a batch, and the loss over batches."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,187 +9,12 @@ from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.base.distributions import t_quantile
-from posttrain.base.errors import DamagedError
 from posttrain.models.experts import RouterLoss
+from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import ALONE, Ranks
-
-
-class AdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over the trainable parameters of `model`, with clipping.
-
-    Weight decay does not apply to vectors (biases and norms), as in transformers' Trainer. `compute_dtype` is the dtype
-    of the model's trainable weights; pass the model with float32 weights so that the masters start exact.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        compute_dtype: torch.dtype = torch.float32,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-    ):
-        self.betas, self.eps, self.weight_decay, self.max_grad_norm = betas, eps, weight_decay, max_grad_norm
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = {name: self._adopt(name, p, compute_dtype) for name, p in self.parameters.items()}
-        self._adamw = self._torch_adamw(self.masters)
-
-    def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
-        """Return torch's AdamW over these masters. The learning rate is set at each step."""
-        matrices = [m for m in masters.values() if m.ndim >= 2]
-        vectors = [m for m in masters.values() if m.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
-
-    # The variants of this optimizer override these methods, which decide where masters are and how gradients get there.
-
-    def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
-        """Return the parameter's master, and round the parameter itself to `compute_dtype`."""
-        if compute_dtype == torch.float32:
-            return parameter
-        master = parameter.detach().float().clone()
-        parameter.data = parameter.data.to(compute_dtype)
-        parameter.register_post_accumulate_grad_hook(_deliver_to(master))
-        return master
-
-    def _collect(self) -> None:
-        """Make sure, before a step, that every master has its gradient."""
-
-    def _sum(self, ranks: Ranks) -> None:
-        """Sum the masters' gradients over the ranks."""
-        ranks.sum_gradients(list(self.masters.values()))
-
-    def _norm(self) -> Tensor:
-        """Return the norm of all gradients."""
-        return torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
-
-    def _update(self, learning_rate: float) -> None:
-        """Update the masters with their clipped gradients."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-
-    def _publish(self, name: str) -> None:
-        """Copy the master to the model's weight."""
-        if self.parameters[name] is not self.masters[name]:
-            self.parameters[name].copy_(self.masters[name])
-
-    def _is_kept(self, name: str) -> bool:
-        """Whether the state includes the master: only if the model's weight is rounded and does not determine it."""
-        return self.masters[name] is not self.parameters[name]
-
-    @torch.no_grad()
-    def step(self, learning_rate: float, ranks: Ranks = ALONE) -> float:
-        """Sum the gradients over the ranks, clip them, update the weights, and drop the gradients. Return the gradient
-        norm before clipping.
-
-        If the norm is not finite, weights and optimizer state do not change.
-        """
-        self._collect()
-        self._sum(ranks)
-        norm = self._norm()
-        value = norm.item()
-        if torch.isfinite(norm):
-            if self.max_grad_norm and value > self.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.max_grad_norm, norm)
-            self._update(learning_rate)
-            for name in self.masters:
-                self._publish(name)
-        self.forget()
-        return value
-
-    def forget(self) -> None:
-        """Drop the accumulated gradients."""
-        for master in self.masters.values():
-            master.grad = None
-
-    @property
-    def updates(self) -> int:
-        """The number of updates, including those of a loaded state."""
-        return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the state for resuming, by parameter name: moments, step counts, masters that differ from weights."""
-        tensors = {}
-        for name, master in self.masters.items():
-            for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{name}|{key}"] = value
-            if self._is_kept(name):
-                tensors[f"{name}|master"] = master
-        return tensors
-
-    def is_part(self, full: str) -> bool:
-        """Whether this rank has only some rows of a tensor of the state. If not, every rank has the whole tensor."""
-        return False
-
-    def rows_of(self, full: str, rows: int) -> slice:
-        """Return which rows of a tensor of the state this rank has."""
-        return slice(0, rows)
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a `state`, and set the model's weights from the masters. A parameter without moments has not been
-        updated yet.
-
-        Raises DamagedError, before anything is changed, for a tensor of an unknown parameter or with a wrong shape, and
-        for a parameter with missing tensors.
-        """
-        saved: dict[str, dict[str, torch.Size]] = {}
-        for full, value in tensors.items():
-            name, _, key = full.rpartition("|")
-            saved.setdefault(name, {})[key] = value.shape
-        for name, shapes in saved.items():
-            if name not in self.masters:
-                raise DamagedError(f"optimizer.safetensors: {name or 'a tensor'} is not a trained weight of this model")
-            master = {"master": self.masters[name].shape} if "master" in shapes else {}
-            expected = master | (self._shapes(name) if shapes.keys() - master.keys() else {})
-            for key in sorted(expected.keys() | shapes.keys()):
-                if expected.get(key) != shapes.get(key):
-                    got, want = (list(side[key]) if key in side else "none" for side in (shapes, expected))
-                    raise DamagedError(f"optimizer.safetensors: {name}|{key} has the shape {got}, expected {want}")
-        for name in self.masters:
-            self._forget_moments(name)
-        for full, value in tensors.items():
-            name, key = full.rsplit("|", 1)
-            if key == "master":
-                self.masters[name].copy_(value)
-                self._publish(name)
-            else:
-                self._load(name, key, value)
-
-    def _shapes(self, name: str) -> dict[str, torch.Size]:
-        """Return the shapes of an updated parameter's tensors in `state`, without its master."""
-        shape = self.masters[name].shape
-        return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
-
-    def _forget_moments(self, name: str) -> None:
-        """Reset a parameter's moments and step count."""
-        self._adamw.state.pop(self.masters[name], None)
-
-    def _load(self, name: str, key: str, value: Tensor) -> None:
-        """Restore one of a parameter's moments, or its step count."""
-        master = self.masters[name]
-        device = "cpu" if key == "step" and not master.is_cuda else master.device
-        self._adamw.state[master][key] = value.to(device, torch.float32)
-
-
-def _deliver_to(master: Tensor):
-    """Return a hook that adds a parameter's new gradient to its float32 master's gradient, during backward."""
-
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
-
-    return hook
-
 
 Metrics = dict[str, torch.Tensor]
 
@@ -231,11 +51,13 @@ class Objective(Generic[Batch]):
 class Updated:
     """The result of an update: the batch's metrics with `loss` and `grad_norm`, and whether the weights changed.
 
-    `grad_norm` is missing if the loss was not finite.
+    `grad_norm` is missing if the loss was not finite. `rescaled`: a gradient overflowed float16, so that the scale of
+    losses is lower from now on, but still 1 or more.
     """
 
     metrics: dict[str, float]
     applied: bool
+    rescaled: bool = False
 
 
 def update(
@@ -251,13 +73,17 @@ def update(
     `spare` are packs that add nothing, so that all ranks make the same number of passes over a sharded model. A loss or
     a gradient that is not finite leaves weights and optimizer state unchanged.
     """
-    metrics = summed(ranks.passes(lambda: backward(packs, objective, spare)))
+    scaler = optimizer.scaler
+    metrics = summed(ranks.passes(lambda: over_packs(packs, objective, spare, scaler.scale)))
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
     objective.check()
-    grad_norm = optimizer.step(learning_rate, ranks)
-    return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
+    before = scaler.get_scale()
+    metrics["grad_norm"] = optimizer.step(learning_rate, ranks)
+    if scaler.is_enabled():
+        metrics["loss_scale"] = scaler.get_scale()
+    return Updated(metrics, math.isfinite(metrics["grad_norm"]), rescaled=1 <= scaler.get_scale() < before)
 
 
 def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Objective[Batch]:
@@ -275,24 +101,24 @@ def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Ob
     return replace(objective, of=share)
 
 
-def backward(packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch] = ()) -> dict[str, float]:
-    """Sum the packs' gradients. Return the metrics of `packs`, with `loss`; `spare` packs contribute nothing."""
-    return _over_packs(packs, objective, spare, learn=True)
-
-
-def _over_packs(
-    packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch], learn: bool
+def over_packs(
+    packs: Iterable[Batch],
+    objective: Objective[Batch],
+    spare: Sequence[Batch] = (),
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> dict[str, float]:
+    """Return the metrics of `packs`, with `loss`; `spare` packs contribute nothing. Unless gradients are off, those of
+    the `scaled` losses are summed."""
     total: Metrics = {}
     for pack in packs:
         loss, metrics = objective.of(pack)
-        if learn:
-            loss.backward()
+        if torch.is_grad_enabled():
+            scaled(loss).backward()
         for name, value in {"loss": loss.detach(), **metrics}.items():  # on the device, without synchronisation
             total[name] = _combined(name, total[name], value) if name in total else value
     for pack in spare:
         loss, _ = objective.of(pack)
-        if learn:
+        if torch.is_grad_enabled():
             (0.0 * loss).backward()
     values = torch.stack([value.float() for value in total.values()]).tolist() if total else []
     return dict(zip(total, values, strict=True))
@@ -321,7 +147,7 @@ def over_batches(
     count: dict[str, float] = {}
     losses: list[tuple[float, float]] = []  # of each batch, with its weight
     for packs, objective in batches:
-        share = partial(_over_packs, ranks.mine(packs), objective, ranks.spare(packs), learn=False)
+        share = partial(over_packs, ranks.mine(packs), objective, ranks.spare(packs))
         for key, value in summed(ranks.passes(share)).items():
             if extreme := _extreme(key):
                 total[key] = extreme(total.get(key, value), value)

@@ -14,7 +14,6 @@ AdamW, and rounded again. As the paper advises, embeddings keep float32 moments.
 """
 
 import re
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from posttrain.base.imports import need
 from posttrain.models.sharding import is_sharded, own_part, own_rows
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import Ranks
 
 BLOCK = 256  # values of an 8-bit moment that share a scale
@@ -186,21 +185,19 @@ class AdamW8bit(AdamW):
 
     def __init__(self, model: nn.Module, *args, **settings):
         self._library = need("bitsandbytes.functional", "quant", "training.optimizer: adamw_8bit")
-        self._names = eight_bit_names(model)
-        self._moments: dict[str, dict[str, Tensor]] = {}
+        self.own_names = eight_bit_names(model)
+        self._moments_8bit: dict[str, dict[str, Tensor]] = {}
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(model, *args, **settings)
 
-    def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
-        return super()._torch_adamw({name: m for name, m in masters.items() if name not in self._names})
-
     def _update(self, learning_rate: float) -> None:
         super()._update(learning_rate)
-        for name in sorted(self._names):
+        for name in sorted(self.own_names):
             master = self.masters[name]
             if master.grad is None:
                 continue
-            moments = self._moments_of(name)
+            moments = self._moments(name)
+            moments.update({} if moments else self._new_moments(name))
             moments["step"] += 1
             signed, unsigned = self._codes_on(master.device)
             self._library.optimizer_update_8bit_blockwise(
@@ -214,7 +211,7 @@ class AdamW8bit(AdamW):
                 0.0,
                 self.eps,
                 int(moments["step"]),
-                learning_rate,
+                learning_rate * self._rate_factor(name),
                 signed,
                 unsigned,
                 moments["exp_avg_scale"],
@@ -222,16 +219,16 @@ class AdamW8bit(AdamW):
                 self.weight_decay if master.ndim >= 2 else 0.0,
             )
 
-    def _moments_of(self, name: str) -> dict[str, Tensor]:
-        if name not in self._moments:
-            master = self.masters[name]
-            assert master.is_contiguous()  # a block is 256 adjacent values in memory
-            blocks = -(-master.numel() // BLOCK)
-            self._moments[name] = {"step": torch.zeros(())}
-            for moment in ("exp_avg", "exp_avg_sq"):
-                self._moments[name][moment] = torch.zeros_like(master, dtype=torch.uint8)
-                self._moments[name][f"{moment}_scale"] = torch.zeros(blocks, device=master.device)
-        return self._moments[name]
+    def _new_moments(self, name: str) -> dict[str, Tensor]:
+        """Return a parameter's moments and step count before its first update."""
+        master = self.masters[name]
+        assert master.is_contiguous()  # a block is 256 adjacent values in memory
+        blocks = -(-master.numel() // BLOCK)
+        new = {"step": torch.zeros(())}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            new[moment] = torch.zeros_like(master, dtype=torch.uint8)
+            new[f"{moment}_scale"] = torch.zeros(blocks, device=master.device)
+        return new
 
     def _codes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the value of each byte: between -1 and 1 for the first moment, between 0 and 1 for the second."""
@@ -240,26 +237,13 @@ class AdamW8bit(AdamW):
             self._codes[device] = signed.to(device), unsigned.to(device)
         return self._codes[device]
 
-    def state(self) -> dict[str, Tensor]:
-        tensors = super().state()
-        for name, moments in self._moments.items():
-            tensors |= {f"{name}|{key}": value for key, value in moments.items()}
-        return tensors
+    def _moments(self, name: str) -> dict[str, Tensor]:
+        return self._moments_8bit.setdefault(name, {}) if name in self.own_names else super()._moments(name)
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
-        if name not in self._names:
+        if name not in self.own_names:
             return super()._shapes(name)
-        return {key: value.shape for key, value in self._moments_of(name).items()}
-
-    def _forget_moments(self, name: str) -> None:
-        super()._forget_moments(name)
-        self._moments.pop(name, None)
-
-    def _load(self, name: str, key: str, value: Tensor) -> None:
-        if name in self._names:
-            self._moments_of(name)[key].copy_(value)
-        else:
-            super()._load(name, key, value)
+        return {key: value.shape for key, value in self._new_moments(name).items()}
 
 
 def layer_matrices(model: nn.Module) -> set[str]:
@@ -283,38 +267,22 @@ class Muon(AdamW):
     """
 
     def __init__(self, model: nn.Module, *args, **settings):
-        self._names = layer_matrices(model)
+        self.own_names = layer_matrices(model)
         super().__init__(model, *args, **settings)
-        matrices = [{"params": [self.masters[name] for name in sorted(self._names)]}]
+        matrices = [{"params": [self.masters[name] for name in sorted(self.own_names)]}]
         self._muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw")
-
-    def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
-        return super()._torch_adamw({name: m for name, m in masters.items() if name not in self._names})
 
     def _update(self, learning_rate: float) -> None:
         super()._update(learning_rate)
         self._muon.param_groups[0]["lr"] = learning_rate
         self._muon.step()
-        for state in self._muon.state.values():
+        for state in filter(None, self._muon.state.values()):
             state["step"] = state.get("step", torch.zeros(())) + 1
 
-    def state(self) -> dict[str, Tensor]:
-        tensors = super().state()
-        for name in sorted(self._names):
-            tensors |= {f"{name}|{key}": value for key, value in self._muon.state.get(self.masters[name], {}).items()}
-        return tensors
+    def _moments(self, name: str) -> dict[str, Tensor]:
+        return self._muon.state[self.masters[name]] if name in self.own_names else super()._moments(name)
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
-        if name not in self._names:
+        if name not in self.own_names:
             return super()._shapes(name)
         return {"step": torch.Size(), "momentum_buffer": self.masters[name].shape}
-
-    def _forget_moments(self, name: str) -> None:
-        super()._forget_moments(name)
-        self._muon.state.pop(self.masters[name], None)
-
-    def _load(self, name: str, key: str, value: Tensor) -> None:
-        if name not in self._names:
-            return super()._load(name, key, value)
-        device = torch.device("cpu") if key == "step" else self.masters[name].device
-        self._muon.state[self.masters[name]][key] = value.to(device, torch.float32)

@@ -2,4 +2,5 @@
 
 from posttrain.base.files import table_beside
 
+OLD_CARDS = ("t4", "v100", "v100-32gb")  # without bfloat16
 CARDS = table_beside(__file__, "cards.yaml")  # GPUs with their memory in GiB

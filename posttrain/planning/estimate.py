@@ -159,13 +159,14 @@ def _between_steps(
     offloaded = kind == "adamw_cpu_offload" and device.type == "cuda"
     masters = 4 * trained if width < 4 or offloaded else 0
     weights = _weights(empty, width, model.load_in_4bit)
-    parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + _moments(empty, kind)}
+    averages = 4 * trained if config.training.ema_decay else 0
+    parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + averages + _moments(empty, kind)}
     host = 0
     if offloaded:  # including the transfer buffers, in the model's dtype
         host = parts["gradients"] + parts["optimizer"] + width * trained
         parts |= {"gradients": 0, "optimizer": 0}
     if config.method.updates > 1:  # training/saving.py
-        copied = 4 * trained + _moments(empty, kind)
+        copied = 4 * trained + averages + _moments(empty, kind)
         if device.type == "cpu":
             parts["copy of a step's start"] = copied
         else:
@@ -178,9 +179,11 @@ def _between_steps(
             host += exact if device.type != "cpu" else 0
     elif config.method.refers_to_itself and (continues(config, model) if continued is None else continued):
         parts["reference"] = width * trained  # a frozen copy of the adapter
+    elif model.lora is not None and model.lora.init != "default":
+        parts["adapter's start"] = width * trained
     if config.devices.strategy == "fsdp" and ranks > 1:
         # The float32 shards are both the weights and the master weights.
-        parts |= {"weights": weights + (4 - width) * trained, "optimizer": _moments(empty, kind)}
+        parts |= {"weights": weights + (4 - width) * trained, "optimizer": averages + _moments(empty, kind)}
         parts = {name: size // ranks for name, size in parts.items()}
         parts["gathered weights"] = gathered(empty, width)
     return parts, host

@@ -18,10 +18,11 @@ from posttrain.base.words import counted
 from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, held_out_together, learning_rate
 from posttrain.data import KINDS, Prepared, longest_sequence
 from posttrain.models.attention import width_step
-from posttrain.models.devices import compute_dtype
+from posttrain.models.devices import OLD_CARD, compute_dtype, lacks_bfloat16
 from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
+from posttrain.planning import OLD_CARDS
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate, exchanged
 from posttrain.planning.largest import FirstEpoch, probe
@@ -147,6 +148,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     table.add_row("device", f"{target.name or device}, {str(dtype).removeprefix('torch.')}{shared}")
     if device.type == "cpu" and (hint := DTYPE_HINTS.get((dtype, multiplies_bfloat16()))):
         table.add_row("", hint)
+    is_old = lacks_bfloat16(device) if target.name is None and device.type == "cuda" else target.name in OLD_CARDS
+    if is_old and dtype == torch.bfloat16:
+        table.add_row("", f"this GPU {OLD_CARD}")
     table.add_row("parameters", f"{total:,}, {trained:,} of them trained ({trained / total:.1%})")
     for line in data.report.lines():
         table.add_row("data", line)

@@ -19,7 +19,7 @@ from posttrain.runs.atomic import remove, write_file, write_folder
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
-MODELS = ("best", "final")  # a run's saved models, in addition to its checkpoints
+MODELS = ("best", "ema", "final")  # a run's saved models, in addition to its checkpoints
 VERSION = 1
 NO_FILE = "not a regular file"  # a folder, or a pipe, on which reading might never end
 Inspect = Callable[[Path], list[str]]  # returns the problems of a checkpoint with intact files
@@ -152,10 +152,10 @@ def unusable(folder: Path, problems: list[str]) -> RunError:
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
-    """Rename checkpoints, `best` and `final` that are damaged or later than `step` to `….set-aside`; returns the new
-    paths."""
+    """Rename checkpoints and saved models (MODELS) that are damaged or later than `step` to `….set-aside`; returns the
+    new paths."""
     moved = []
-    models = [path for path in (run_dir / "best", run_dir / "final") if path.is_dir()]
+    models = [run_dir / name for name in MODELS if (run_dir / name).is_dir()]
     for path in [*reversed(list_checkpoints(run_dir)), *models]:
         if _made_at(path) > step:
             aside = path.with_name(f"{path.name}.set-aside")

@@ -2,7 +2,7 @@
 
     run.json  config.yaml  metrics.jsonl  training.log  results.json  curves.png  report.html
     final_results.json (of reward models)
-    checkpoint-{step}/   best/   final/
+    checkpoint-{step}/   best/   ema/   final/
 
 Importing this module and creating or reading a run folder do not import torch.
 """
@@ -205,12 +205,12 @@ class Run(AbstractContextManager["Run"]):
         return checkpoint.save_checkpoint(self.folder, step, write, limit)
 
     def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
-        """Create or replace `run.best` or `run.final` atomically, with the files of `write(temporary_folder)`."""
+        """Create or replace a saved model of the run atomically, with the files of `write(temporary_folder)`."""
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
         """Restore the folder to its state right after `step` (unless `evaluated`: before its validation), to resume
-        there. Later checkpoints, `best` and `final` become `….set-aside`; later metrics are removed."""
+        there. Later checkpoints and saved models become `….set-aside`; later metrics are removed."""
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from posttrain.config.schema.online import RewardedMethod
 from posttrain.losses.policy import sampling_weights
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import Ranks
 from posttrain.runs.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START, Finding
 from posttrain.runs.files import bits
@@ -86,9 +86,10 @@ class Noise:
 
 
 ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 0.5, 10.0)}
+ROUNDING[torch.float16] = ROUNDING[torch.bfloat16]  # with three bits more; not measured
 
 # Limits (nats) of a sequence's log-ratio over the square root of its tokens, whose noise is mostly independent.
-MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
+MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 
 @torch.no_grad()
@@ -133,7 +134,7 @@ def check_packing(
         f"packed = unpacked fails: {what} of the first batch {{}} from plain transformers. The attention of "
         f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this model"
     )
-    coarsest = torch.bfloat16 if torch.bfloat16 in types else torch.float32  # determines rounding
+    coarsest = next((half for half in (torch.bfloat16, torch.float16) if half in types), torch.float32)
     ROUNDING[coarsest].check(PACKED, difference_N, record, problem, unit)
     return float(difference_N.amax())
 

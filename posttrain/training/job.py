@@ -31,10 +31,10 @@ from posttrain.models.experts import router_coefficient
 from posttrain.models.families import LEARNED_POSITIONS, base_of, check_positions, positions_of, set_eos_token_ids
 from posttrain.models.lean import enable_gradient_checkpointing
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
-from posttrain.models.lora import add_lora, continues, load_lora
+from posttrain.models.lora import add_lora, continues, load_lora, set_start
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, ShardedAdamW
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.checks import Finding
@@ -205,6 +205,10 @@ class Job:
             adapted.peft_config["default"].base_model_name_or_path = base.name_or_path
         else:
             adapted = add_lora(base, lora, head, source.revision, new_token_ids(self.model))
+        if lora.init != "default":
+            whole = source.model_copy(update={"load_in_4bit": False})
+            published = load_model(whole, head, self.dtype, torch.device("cpu")) if lora.init == "loftq" else None
+            set_start(adapted, lora, published, resumed=self.checkpoint is not None)
         if continued and self.config.method.refers_to_itself:
             with_adapter(adapted, self.model, START)
         return adapted
@@ -255,6 +259,8 @@ class Job:
             "eps": training.adam_epsilon,
             "weight_decay": training.weight_decay,
             "max_grad_norm": training.max_grad_norm,
+            "loraplus_lr_ratio": training.loraplus_lr_ratio,
+            "ema_decay": training.ema_decay,
         }
         if kind := {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer):
             return kind(policy, self.dtype, **settings)

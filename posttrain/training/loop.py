@@ -27,7 +27,8 @@ from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
-from posttrain.optim.update import AdamW, HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -196,11 +197,13 @@ class Loop:
         return learning_rate_at(self.job.config, self.peak_rate, step - 1, self.total)
 
     def _count_skipped(self, step: int, done: Updated) -> None:
-        row = self.state.skipped_in_a_row = 0 if done.applied else self.state.skipped_in_a_row + 1
+        # A lower scale of float16's losses fixes the next steps, so only other skipped steps can end the run.
+        row = self.state.skipped_in_a_row = 0 if done.applied else self.state.skipped_in_a_row + (not done.rescaled)
         bad = ", ".join(name for name, value in done.metrics.items() if not math.isfinite(value))
         if not done.applied:
             self.state.skipped += 1
-            log.warning("step %d skipped, weights unchanged; non-finite values: %s", step, bad)
+            lower = f"; float16's loss scale is {done.metrics['loss_scale']:g} now" if done.rescaled else ""
+            log.warning("step %d skipped, weights unchanged; non-finite values: %s%s", step, bad, lower)
         failed = row == MAX_SKIPPED_IN_A_ROW
         self.job.record(Finding(STEPS, row, MAX_SKIPPED_IN_A_ROW - 1, "updates skipped in a row", failed=failed))
         if failed:
@@ -316,7 +319,14 @@ class Loop:
     # Saving, stopping, resuming
 
     def save_final(self) -> None:
-        """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template."""
+        """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template; before it,
+        `ema/`, the same of the averages of the weights."""
+        if self.optimizer.averages:
+            self.optimizer.swap_averages()
+            try:
+                self.saver.save_model(self.job.run.folder / "ema", self.state.step)
+            finally:
+                self.optimizer.swap_averages()
         self.saver.save_model(self.job.run.final, self.state.step)
 
 

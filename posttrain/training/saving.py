@@ -28,7 +28,7 @@ from posttrain.config import load
 from posttrain.data import Prepared
 from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
-from posttrain.optim.update import AdamW
+from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import Ranks
 from posttrain.runs.files import load_parts, load_tensors, part_file, restore_rng, rng_state, save_json, save_tensors
 from posttrain.runs.logs import QUIET_LOGGER
@@ -171,7 +171,8 @@ class Boundary:
     def _fits_in_memory(self) -> bool:
         """Whether CPU memory has room for a copy. Warns if not."""
         values = sum(master.numel() for master in self._optimizer.masters.values())
-        size, free = 3 * 4 * values, available_memory(torch.device("cpu"))  # masters and two moments, float32
+        copies = 4 if self._optimizer.averages else 3  # masters, two moments and averages, float32
+        size, free = copies * 4 * values, available_memory(torch.device("cpu"))
         if free is None or free > 2 * size:
             return True
         log.warning(

@@ -253,7 +253,7 @@ def models_below(viewer: Viewer) -> dict[str, str]:
     models: dict[str, str] = {}
     for run in viewer.runs.all():
         at, checkpoints = run.folder, list_checkpoints(run.folder)[::-1][:MOST_CHECKPOINTS]
-        folders = [at / "final", at / "best", *checkpoints, *sorted(at.glob("quantized_*/*"))]
+        folders = [at / "final", at / "best", at / "ema", *checkpoints, *sorted(at.glob("quantized_*/*"))]
         for folder in filter(is_model, folders):
             models[f"{run.name}/{folder.relative_to(at)}"] = str(folder)
             if len(models) >= MOST_MODELS:

@@ -12,7 +12,7 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.config.schema.types import NAME_BYTES, WORD, is_name
 
 # Names that a stage cannot have, because the folder that contains the stages' folders uses them for other things.
-RESERVED = ("best", "final", "base", "comparison")
+RESERVED = ("best", "ema", "final", "base", "comparison")
 WHOLE_RUN = ("name", "output_dir", "behavior_version", "extends", "stages")
 
 

@@ -5,10 +5,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.base.words import model_name
-from posttrain.config.schema.base import Settings, setting
-from posttrain.config.schema.types import AboveZero, BelowOne, FolderName, ModelPath, OnOff, Positive, Text
+from posttrain.config.schema.base import Conflicts, Settings, setting
+from posttrain.config.schema.types import (
+    RANDOMISED_PISSA,
+    AboveZero,
+    BelowOne,
+    FolderName,
+    ModelPath,
+    OnOff,
+    Positive,
+    Text,
+)
 
-ModelDtype = Literal["auto", "float32", "bfloat16"]
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class LoraConfig(Settings):
@@ -25,6 +34,18 @@ class LoraConfig(Settings):
     )
     use_rslora: bool = setting(False, "Whether to scale by alpha / sqrt(r) instead, for large ranks.")
     use_dora: bool = setting(False, "Whether to train each weight's magnitude separately (DoRA).")
+    init: Literal["default", "pissa", "olora", "loftq"] | Annotated[str, Field(pattern=RANDOMISED_PISSA)] = setting(
+        "default", "Start of the adapters: PEFT's, the weights' principal part, their QR, or 4-bit rounding errors."
+    )
+
+    def check(self) -> Conflicts:
+        if self.init != "default" and self.use_dora:
+            yield "init", f"is {self.init}, which cannot be combined with use_dora: its magnitudes scale whole weights"
+
+    @property
+    def is_subtracted(self) -> bool:
+        """Whether the adapters' start is subtracted from the base's weights (PiSSA, OLoRA)."""
+        return self.init not in ("default", "loftq")
 
 
 class ModelConfig(Settings):

@@ -65,7 +65,19 @@ class RunConfig(Settings):
                 )
             if self.method.syncs_reference and model.lora is not None:
                 yield "method.sync_ref_model", "mixes all weights, but with model.lora only an adapter is trained"
+            if model.lora is not None and model.lora.init != "default":
+                path, init = f"models.{index}.lora.init", model.lora.init
+                if model.load_in_4bit and model.lora.is_subtracted:
+                    yield path, f"is {init}, which changes weights that load_in_4bit rounds: use loftq, or leave it out"
+                if init == "loftq" and not model.load_in_4bit:
+                    yield path, "is loftq, which corrects the rounding of load_in_4bit: true: set it, or use pissa"
+            if model.dtype == "float16" and self.devices.strategy == "fsdp":
+                yield "devices.strategy", "is fsdp, which cannot scale the losses of float16: set ddp"
+            if model.dtype == "float16" and self.training.optimizer == "adamw_cpu_offload":
+                yield "training.optimizer", "cannot scale the losses of float16 in CPU memory: set adamw_8bit"
             yield from self._check_trained_ends(index, model)
+        if self.training.loraplus_lr_ratio != 1 and any(model.lora is None for model in self.models):
+            yield "training.loraplus_lr_ratio", "is for LoRA's matrices, but a model trains all weights: set model.lora"
         if isinstance(self.method, UnreadMethod):
             return  # what fits it is known when it is imported
         yield from self._check_lengths()

@@ -51,6 +51,12 @@ class TrainingConfig(Settings):
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload", "muon"] = setting(
         "adamw", "Optimizer; 8bit: of the moments; cpu_offload: all but the weights; muon: for layers' matrices."
     )
+    loraplus_lr_ratio: AboveZero = setting(
+        1.0, "Learning rate of LoRA's B matrices as a multiple of the others' (LoRA+), e.g. 16; 1: the same."
+    )
+    ema_decay: Annotated[AboveZero, Field(lt=1)] | None = setting(
+        None, "Decay of a moving average (EMA) of the trained weights, saved as ema/, e.g. 0.99; null: none."
+    )
     gradient_checkpointing: Literal["auto"] | bool = setting(
         "auto", "Whether to recompute activations in the backward pass: slower, less memory."
     )
@@ -61,6 +67,8 @@ class TrainingConfig(Settings):
             yield "warmup_steps", f"is {steps}; give a share below 1, or a whole number of steps"
         if self.lr_scheduler_kwargs and self.lr_scheduler_type in ("constant", "constant_with_warmup", "linear"):
             yield "lr_scheduler_kwargs", f"are not read by lr_scheduler_type: {self.lr_scheduler_type}; leave them out"
+        if self.loraplus_lr_ratio != 1 and self.optimizer == "muon":
+            yield "loraplus_lr_ratio", "cannot be combined with optimizer: muon, which moves all matrices equally"
 
 
 class CheckpointConfig(Settings):

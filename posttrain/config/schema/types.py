@@ -46,6 +46,7 @@ LINE = rf"^[^{CONTROLS}]+$"
 FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
 WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
 PERCENTILE = r"^p([1-9]\d?|100)$"
+RANDOMISED_PISSA = r"^pissa_niter_[1-9][0-9]?$"
 FUNCTION = r"^([A-Za-z_][\w.]*|[\w./-]+\.py):[A-Za-z_]\w*$"
 EVAL_METRIC = rf"^(auto|eval_[^{CONTROLS}]+)$"
 PATTERNS = {
@@ -53,6 +54,7 @@ PATTERNS = {
     FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
     WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
+    RANDOMISED_PISSA: "such as pissa_niter_16",
     FUNCTION: "such as module:function or FILE.py:FUNCTION",
     EVAL_METRIC: "that begins with eval_ or is auto",
 }

@@ -1,0 +1,235 @@
+"""AdamW on float32 master weights.
+
+bfloat16 weights do not change at a learning rate of 1e-6: the update is below their resolution. So for a model that
+computes in bfloat16, each trained tensor has a float32 master here, gradients are summed in float32, and the model's
+weights are the rounded masters. In float32 the masters are the model's weights themselves.
+
+In float16 gradients below 6e-8 would be 0. So the loss is multiplied by a scale before the backward pass, and summed
+gradients are divided by it. torch's GradScaler halves the scale when a gradient overflows, and doubles it after 2,000
+updates without overflow (Micikevicius et al., arXiv 1710.03740, section 3.2).
+"""
+
+from collections.abc import Mapping, Set
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.base.errors import DamagedError
+from posttrain.parallel.ranks import ALONE, Ranks
+
+LOSS_SCALE = "loss scale"  # in place of a parameter's name in the optimizer's state
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over the trainable parameters of `model`, with clipping.
+
+    Weight decay does not apply to vectors (biases and norms), as in transformers' Trainer. `compute_dtype` is the dtype
+    of the model's trainable weights; pass the model with float32 weights so that the masters start exact.
+    `loraplus_lr_ratio` multiplies the learning rate of LoRA's B matrices and of vectors, as PEFT groups them for LoRA+
+    (arXiv 2402.12354). With `ema_decay` d, `averages` has a moving average of each master from its start on, to which
+    every update adds 1 - d of the new master.
+    """
+
+    own_names: Set[str] = frozenset()  # of the parameters that a variant updates itself
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype = torch.float32,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        loraplus_lr_ratio: float = 1.0,
+        ema_decay: float | None = None,
+    ):
+        self.betas, self.eps, self.weight_decay, self.max_grad_norm = betas, eps, weight_decay, max_grad_norm
+        self._ratio = loraplus_lr_ratio
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: self._adopt(name, p, compute_dtype) for name, p in self.parameters.items()}
+        members: dict[tuple[float, float], list[Tensor]] = {(1.0, 0.0): []}
+        for name, master in self.masters.items():
+            if name not in self.own_names:
+                decay = weight_decay if master.ndim >= 2 else 0.0
+                members.setdefault((self._rate_factor(name), decay), []).append(master)
+        groups = [{"params": ms, "factor": factor, "weight_decay": decay} for (factor, decay), ms in members.items()]
+        # The learning rate is set at each step.
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
+        device = next(iter(self.masters.values()), torch.empty(0)).device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
+        self.scaler.scale(torch.zeros((), device=device))  # it makes its state at the first loss
+        self._ema_decay = ema_decay
+        self.averages = {name: m.detach().clone() for name, m in self.masters.items()} if ema_decay else {}
+
+    def _rate_factor(self, name: str) -> float:
+        """Return the factor of a parameter's learning rate. A value head is not part of the PEFT model."""
+        is_faster = ".lora_B." in name or (self.parameters[name].ndim < 2 and "base_model." in name)
+        return self._ratio if is_faster else 1.0
+
+    # The variants of this optimizer override these methods, which decide where masters are and how gradients get there.
+
+    def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        """Return the parameter's master, and round the parameter itself to `compute_dtype`."""
+        if compute_dtype == torch.float32:
+            return parameter
+        master = parameter.detach().float().clone()
+        parameter.data = parameter.data.to(compute_dtype)
+        parameter.register_post_accumulate_grad_hook(_deliver_to(master))
+        return master
+
+    def _collect(self) -> None:
+        """Make sure, before a step, that every master has its gradient."""
+
+    def _sum(self, ranks: Ranks) -> None:
+        """Sum the masters' gradients over the ranks."""
+        ranks.sum_gradients(list(self.masters.values()))
+
+    def _norm(self) -> Tensor:
+        """Return the norm of all gradients."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
+
+    def _update(self, learning_rate: float) -> None:
+        """Update the masters with their clipped gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate * group["factor"]
+        self._adamw.step()
+
+    def _publish(self, name: str) -> None:
+        """Copy the master to the model's weight."""
+        if self.parameters[name] is not self.masters[name]:
+            self.parameters[name].copy_(self.masters[name])
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether the state includes the master: only if the model's weight is rounded and does not determine it."""
+        return self.masters[name] is not self.parameters[name]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, ranks: Ranks = ALONE) -> float:
+        """Sum the gradients over the ranks, clip them, update the weights, and drop the gradients. Return the gradient
+        norm before clipping.
+
+        If the norm is not finite, weights and optimizer state do not change, except for the scale of float16's losses.
+        """
+        self._collect()
+        self._sum(ranks)
+        if self.scaler.is_enabled():  # it takes the gradients of an optimizer
+            self.scaler.unscale_(torch.optim.SGD([*self.masters.values()]))
+            self.scaler.update()
+        norm = self._norm()
+        value = norm.item()
+        if torch.isfinite(norm):
+            if self.max_grad_norm and value > self.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.max_grad_norm, norm)
+            self._update(learning_rate)
+            for name in self.masters:
+                self._publish(name)
+            if self._ema_decay:
+                averages, masters = list(self.averages.values()), list(self.masters.values())
+                torch._foreach_lerp_(averages, masters, 1 - self._ema_decay)
+        self.forget()
+        return value
+
+    def forget(self) -> None:
+        """Drop the accumulated gradients."""
+        for master in self.masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def swap_averages(self) -> None:
+        """Exchange masters, and so the model's weights, with their averages."""
+        for name, average in self.averages.items():
+            kept = self.masters[name].clone()
+            self.masters[name].copy_(average)
+            average.copy_(kept)
+            self._publish(name)
+
+    @property
+    def updates(self) -> int:
+        """The number of updates, including those of a loaded state."""
+        return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state for resuming, by parameter name: moments, step counts, averages, masters that differ from
+        weights."""
+        tensors = {}
+        for name, master in self.masters.items():
+            for key, value in self._moments(name).items():
+                tensors[f"{name}|{key}"] = value
+            if self._is_kept(name):
+                tensors[f"{name}|master"] = master
+        scaler = {f"{LOSS_SCALE}|{key}": torch.tensor(float(v)) for key, v in self.scaler.state_dict().items()}
+        return tensors | scaler | {f"{name}|ema": average for name, average in self.averages.items()}
+
+    def is_part(self, full: str) -> bool:
+        """Whether this rank has only some rows of a tensor of the state. If not, every rank has the whole tensor."""
+        return False
+
+    def rows_of(self, full: str, rows: int) -> slice:
+        """Return which rows of a tensor of the state this rank has."""
+        return slice(0, rows)
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore a `state`, and set the model's weights from the masters. A parameter without moments has not been
+        updated yet.
+
+        Raises DamagedError, before anything is changed, for a tensor of an unknown parameter or with a wrong shape, and
+        for a parameter with missing tensors.
+        """
+        tensors, saved = dict(tensors), {name: dict[str, torch.Size]() for name in self.averages}
+        scaler = self.scaler.state_dict()
+        for key, value in scaler.items():
+            if (stored := tensors.pop(f"{LOSS_SCALE}|{key}", None)) is None:
+                raise DamagedError(f"optimizer.safetensors: {LOSS_SCALE}|{key} is missing")
+            scaler[key] = type(value)(stored.item())
+        for full, value in tensors.items():
+            name, _, key = full.rpartition("|")
+            saved.setdefault(name, {})[key] = value.shape
+        for name, shapes in saved.items():
+            if name not in self.masters:
+                raise DamagedError(f"optimizer.safetensors: {name or 'a tensor'} is not a trained weight of this model")
+            shape = self.masters[name].shape
+            kept = {"master": shape} if "master" in shapes else {}
+            kept |= {"ema": shape} if self.averages else {}
+            expected = kept | (self._shapes(name) if shapes.keys() - kept.keys() else {})
+            for key in sorted(expected.keys() | shapes.keys()):
+                if expected.get(key) != shapes.get(key):
+                    got, want = (list(side[key]) if key in side else "none" for side in (shapes, expected))
+                    raise DamagedError(f"optimizer.safetensors: {name}|{key} has the shape {got}, expected {want}")
+        self.scaler.load_state_dict(scaler)
+        for name in self.masters:
+            self._moments(name).clear()
+        for full, value in tensors.items():
+            name, key = full.rsplit("|", 1)
+            master = self.masters[name]
+            if key == "master":
+                master.copy_(value)
+                self._publish(name)
+            elif key == "ema":
+                self.averages[name].copy_(value)
+            else:
+                on_cpu = key == "step" and (not master.is_cuda or name in self.own_names)
+                self._moments(name)[key] = value.to("cpu" if on_cpu else master.device)
+
+    def _moments(self, name: str) -> dict[str, Tensor]:
+        """Return a parameter's moments and step count, which can be changed; empty before its first update."""
+        return self._adamw.state[self.masters[name]]
+
+    def _shapes(self, name: str) -> dict[str, torch.Size]:
+        """Return the shapes of an updated parameter's tensors in `state`, without its master."""
+        shape = self.masters[name].shape
+        return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
+
+
+def _deliver_to(master: Tensor):
+    """Return a hook that adds a parameter's new gradient to its float32 master's gradient, during backward."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook
