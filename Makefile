@@ -5,7 +5,7 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-env test-old test-new test-processors test-313 audit licences style lint bench house learn gpu wheel wheels clean
+.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-env test-old test-new test-processors test-313 audit licences style lint bench house learn learn-variants gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -183,6 +183,10 @@ house: .venv/.installed-dev
 learn: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.learn
 	$(BIN)/python -m benchmarks.learn_online
+
+# What variants of methods change (docs/learning.md). Continues where it was interrupted; apart from `make learn`.
+learn-variants: .venv/.installed-dev
+	$(BIN)/python -m benchmarks.learn_variants
 
 # What this machine's card does (docs/gpu.md): with the Python that has PyTorch for it, .venv's where there is one, and
 # with the wheels that were brought along for what it lacks.

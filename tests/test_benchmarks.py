@@ -7,10 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from benchmarks import learn_variants as variants
+from benchmarks import mismatch
 from benchmarks.house import APART, ROOT, Trace, sizes, traced
+from benchmarks.trials import save_trials
 from posttrain.base.files import path_of
 from posttrain.base.words import counted
+from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.quickstart import Size
 
 ONE_STEP = """
 import json, sys
@@ -93,3 +99,65 @@ def test_the_online_benchmark_measures_a_step(scratch_model, tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["mean_length"] == pytest.approx(28 / 6)
     assert 0 < found["storing_seconds"] < found["seconds"] and 0 < found["sampling_seconds"] < found["seconds"]
+
+
+# --- learn_variants ---------------------------------------------------------------------------------------------------
+
+
+def test_variants_are_compared_by_seed():
+    """Differences of 9, 10 and 11 points: 10 ± t(2) · 1 / sqrt(3) = 10 ± 4.303 · 0.577, so the variant is better."""
+    during = {"grpo": (0.5, 0.6, 0.7), "sapo": (0.59, 0.7, 0.81), "gspo": (0.5, 0.6, 0.7), "delta": (0.4,)}
+    trials = [
+        variants.Trial(name, seed, value, value, None, 1.0, 1.0)
+        for name, values in during.items()
+        for seed, value in enumerate(values)
+    ]
+    assert variants.compared("sapo", trials) == ("+10.0 (+7.5 to +12.5)", "better")
+    assert variants.compared("gspo", trials) == ("+0.0", "equal")
+    assert variants.compared("delta", trials) == ("-10.0", "")
+    assert variants.compared("grpo", trials) == ("", "")
+    assert "| 40.0% (1 of 3 seeds) |" in variants.table(trials)
+
+
+def test_finished_trials_are_kept_while_their_settings_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "RESULTS", tmp_path / "results.json")
+    assert variants.kept() == []
+    trials = [variants.Trial(name, 0, 0.5, 0.5, None, 1.0, 1.0) for name in ("grpo", "sapo")]
+    settings = json.loads(json.dumps(variants.SETTINGS))
+    save_trials(variants.RESULTS, settings, trials)
+    assert variants.kept() == trials
+    settings["sapo"]["training"]["max_steps"] = 5
+    save_trials(variants.RESULTS, settings, trials)
+    assert variants.kept() == trials[:1]
+
+
+def test_trials_of_variants(hard_sums_home, tmp_path, monkeypatch):
+    """One trial of each kind for two steps: old weights and rounded ones are sampled with, SFT has a loss."""
+    small = Size(worked=60, bare=20, sft_steps=2, held_out=20)
+    monkeypatch.setattr(variants, "SIZE", small)
+    monkeypatch.setattr(variants.learn, "SIZE", small)
+    monkeypatch.setattr(variants.sums, "make", lambda folder, seed: folder.symlink_to(hard_sums_home))
+    variants.make_task(tmp_path, 0)
+    found = {
+        name: variants.trial(tmp_path, tmp_path / f"trial-{number}", name, 0, steps=2)
+        for number, name in enumerate(("grpo", "stale: IcePop", "4 bits: no correction", "muon"))
+    }
+    sizes = [found[name].sample_size for name in ("grpo", "stale: IcePop", "4 bits: no correction")]
+    assert sizes[0] == pytest.approx(1, abs=1e-6) and max(sizes[1:]) < 1 - 1e-5
+    assert found["muon"].loss > 0 and found["muon"].during is None
+    assert all(0 <= trial.final <= 1 and trial.seconds > 0 for trial in found.values())
+
+
+def test_a_mismatched_engine_leaves_the_policy_as_it_is(hard_sums_home):
+    """Log-probabilities of other weights, the policy's own for validation, and the policy unchanged by both."""
+    model = AutoModelForCausalLM.from_pretrained(hard_sums_home / "model").eval()
+    model.set_attn_implementation("packed")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    sampling = Sampling(max_completion_length=4, stop_token_ids=())
+    [[plain]] = EmbeddedEngine(model).generate([[3, 12, 4, 13]], sampling)
+    engine = mismatch.MismatchedEngine(mismatch.rounded(3), model)
+    [[other]] = engine.generate([[3, 12, 4, 13]], sampling)
+    engine.exact = True
+    [[exact]] = engine.generate([[3, 12, 4, 13]], sampling)
+    assert exact.tokens == plain.tokens and exact.logprobs == plain.logprobs and other.logprobs != plain.logprobs
+    assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
