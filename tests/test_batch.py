@@ -14,6 +14,7 @@ from posttrain.batch import Example, Node, pack, physical_length, sequences
 from posttrain.config import SFTMethod
 from posttrain.optim.update import over_packs
 from posttrain.recipes import sft
+from posttrain.scoring import Scores
 
 
 def nodes(depth: int):
@@ -149,7 +150,7 @@ def test_the_weighted_loss_is_that_of_a_dense_computation(width, weighted):
     def scorer(one, top):
         assert top is None  # only label smoothing and eaft need more
         logprob_N = table[one.target_N]
-        return SimpleNamespace(logprob_N=logprob_N, entropy_N=logprob_N, top1_N=logprob_N.detach())
+        return Scores(logprob_N, logprob_N, logprob_N.detach())
 
     packs, objective = sft.objectives(SimpleNamespace(job=job, scorer=scorer, method=SFTMethod()))(examples)
     assert len(packs) == {1000: 1, 20: 3, 9: 6}[width] and objective.count == pytest.approx(total, rel=1e-12)
