@@ -1,7 +1,6 @@
 """Prepares examples from the data settings: reads data sets, holds out validation rows, mixes sources by weight."""
 
 import hashlib
-import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
@@ -29,8 +29,6 @@ from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_row
 from posttrain.data.report import Report
 from posttrain.data.rows import Row, RowError
 from posttrain.data.table import Dataset, Limits, Room
-
-log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)

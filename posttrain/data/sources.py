@@ -8,7 +8,6 @@ import difflib
 import gzip
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import near, path_of, put_folder, settle, sha256_of
 from posttrain.base.functions import GIVEN
 from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.log import log
 from posttrain.config.schema.datasets import KnownSet, known_set, known_sets
 from posttrain.config.schema.types import is_own
 from posttrain.data.given import Given, given_rows, own_rows
@@ -30,8 +30,6 @@ from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.tasks import TASKS, Compose
 
 T = TypeVar("T")
-log = logging.getLogger("posttrain")
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
 MANIFEST, MANIFEST_FORMAT = "posttrain-data.json", 1
 SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # written next to the rows by datasets' `save_to_disk`

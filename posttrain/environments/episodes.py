@@ -14,7 +14,6 @@ and go on with other replies (Tree-GRPO, arXiv 2509.21240). A branch's environme
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config import RolloutConfig
 from posttrain.config.schema.rollout import EnvironmentConfig, RewrittenTurns
@@ -43,7 +43,6 @@ from posttrain.models.families import positions_of
 
 STARTS = 4  # environments that are reset at a time
 SHOWN = 3  # reasons of failures that are logged for each rollout
-log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ position (section 3.3). A reply that cannot be read is followed by a second ques
 """
 
 import json
-import logging
 import math
 import re
 from collections import Counter
@@ -18,13 +17,12 @@ from typing import Any, Literal
 
 from posttrain.base.distributions import sign_test
 from posttrain.base.files import table_beside
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
 from posttrain.grading.extract import after_thinking, last_number
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, Grade
 from posttrain.judges.client import JudgeClient, Message, Reply
-
-log = logging.getLogger("posttrain")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Better = Literal["a", "b", "tie"]

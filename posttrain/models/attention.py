@@ -11,7 +11,6 @@ the full pack with one BlockMask if it supports the case; otherwise there is als
 
 import functools
 import importlib.util
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -25,11 +24,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from posttrain.base.errors import ModelError
+from posttrain.base.log import log
 from posttrain.batch import Pack
 from posttrain.models.devices import lacks_bfloat16
 from posttrain.models.matmul import ONEDNN, ROWS
-
-log = logging.getLogger("posttrain")
 
 NAME = "packed"
 BLOCK = 128  # tokens of one block of FlexAttention's mask

@@ -9,7 +9,6 @@ compares rewards with their running mean instead, and APO-zero with 0 (posttrain
 """
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from posttrain.base.log import log
 from posttrain.batch import Example, Pack
 from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
@@ -30,8 +30,6 @@ from posttrain.training.loop import Loop, ObjectiveOf
 from posttrain.training.order import epoch_order
 from posttrain.training.reference import Portion, Reference, whole_sets
 from posttrain.training.state import total_steps
-
-log = logging.getLogger("posttrain")
 
 KTO = Models[KTOMethod, Scorer, Reference]
 

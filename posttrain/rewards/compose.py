@@ -4,7 +4,6 @@ with Rewards(settings, tags=data.tags) as rewards:
     rewarded = rewards(completions)          # rewarded.totals, rewarded[0].parts, rewarded.metrics()
 """
 
-import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from posttrain.base.errors import RewardError
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config import DevicesConfig, RunConfig, TagsConfig
 from posttrain.config.schema.rewards import (
@@ -35,8 +35,6 @@ from posttrain.rewards.calls import OverdueError
 from posttrain.rewards.parts import CompletionReward, Rewarded, RewardInput, RewardPart, TrainerState
 from posttrain.rewards.python import Notes, RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
-
-log = logging.getLogger("posttrain")
 
 
 class Rewards(ExitStack):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import re
 import secrets
 import time
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from posttrain import __version__
 from posttrain.base.errors import DataError, EngineError, PosttrainError, RewardError
+from posttrain.base.log import log
 from posttrain.base.pieces import Pieces
 from posttrain.data.rows import Turns
 from posttrain.engines import Completion
@@ -28,7 +28,6 @@ from posttrain.serving.replies import Form, Replies, usage
 from posttrain.serving.texts import Report
 from posttrain.serving.wire import Json
 
-log = logging.getLogger("posttrain")
 TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # names of types that pydantic adds to the location of an error
 
 EPISODE = "X-Posttrain-Episode"  # the header that names a recorded episode

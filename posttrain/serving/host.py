@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError
+from posttrain.base.log import log
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.data.codec import Codec
@@ -34,8 +34,6 @@ from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
 from posttrain.serving.record import TITLE, Recorder
 from posttrain.serving.texts import Bound
-
-log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
 RENDERERS = 2  # processes that render conversations with the chat template

@@ -1,6 +1,5 @@
 """The best model so far, and early stopping: when evaluations stop improving, or when a watcher ends the run."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Protocol
 
 from posttrain.base.distributions import t_quantile
 from posttrain.base.errors import RunError
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config import RunConfig
 from posttrain.config.schema.evaluation import is_one_of
 from posttrain.evaluation.statistics import wilson
 from posttrain.runs.run import Run
 from posttrain.training.state import State
-
-log = logging.getLogger("posttrain")
 
 FEW = 20  # number of evaluation rows below which a warning is logged
 

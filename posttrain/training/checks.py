@@ -3,7 +3,6 @@
 Alarms in online runs report problems that leave every number finite. Alarms are counted in the metrics and logged.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.base.errors import VitalSignError
+from posttrain.base.log import log
 from posttrain.batch import Example, Pack, sequences
 from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.online import RewardedMethod
@@ -25,8 +25,6 @@ from posttrain.runs.files import bits
 from posttrain.scoring import RewardScorer, Scorer
 
 PackOf = Callable[[list[Example]], list[Pack]]
-log = logging.getLogger("posttrain")
-
 COLLAPSED = 0.05  # entropy alarm below this share of the first step's entropy
 WITHOUT_VERDICT = 0.005  # alarm above this share of completions without a verdict
 EFFECTIVE = 0.9  # effective sample size / tokens; below this value the engine's policy is not the trainer's

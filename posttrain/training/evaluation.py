@@ -4,7 +4,6 @@ Completions are sampled with the same random numbers at every evaluation, so two
 only because the weights differ. Training's random generators are unaffected.
 """
 
-import logging
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +43,6 @@ from posttrain.sampler import Sampler
 from posttrain.training.job import Job
 from posttrain.training.saving import Saver
 from posttrain.training.state import total_steps
-
-log = logging.getLogger("posttrain")
 
 
 class SamplingContext(Protocol):

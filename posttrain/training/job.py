@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
+from posttrain.base.log import log
 from posttrain.base.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
@@ -41,8 +41,6 @@ from posttrain.runs.checks import Finding
 from posttrain.runs.finding import is_inside
 from posttrain.runs.run import Run
 from posttrain.training.best import Watch
-
-log = logging.getLogger("posttrain")
 
 MANY_DROPPED = 0.1  # share of overlong rows dropped, above which a warning is logged
 

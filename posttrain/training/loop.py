@@ -7,7 +7,6 @@ Learning-rate schedules have the names and values of transformers.
 """
 
 import functools
-import logging
 import math
 import time
 import zlib
@@ -21,6 +20,7 @@ from torch import nn
 
 from posttrain.base.console import progress
 from posttrain.base.errors import ConfigError, VitalSignError
+from posttrain.base.log import log
 from posttrain.batch import Example, Pack
 from posttrain.config import RunConfig, learning_rate
 from posttrain.data import Dataset, Prepared, longest_sequence
@@ -41,8 +41,6 @@ from posttrain.training.reference import TokenReference
 from posttrain.training.saving import Interruption, Saver, Stop
 from posttrain.training.state import State, total_steps
 from posttrain.training.suites import SuiteEvaluation
-
-log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
 Batch = TypeVar("Batch", bound=HasTokens)

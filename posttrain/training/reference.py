@@ -7,7 +7,6 @@ the tokens of the student's completions, and may have its own prompts.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from posttrain.base.console import progress
 from posttrain.base.errors import ModelError, RunError
 from posttrain.base.files import default_cache
+from posttrain.base.log import log
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import DistillMethod, RunConfig
 from posttrain.config.schema.base import MethodSettings, ReferenceMethod
@@ -37,8 +37,6 @@ from posttrain.runs.inputs import reference_settings
 from posttrain.scoring import Scorer, scored_states
 from posttrain.training.checks import fingerprints, sequences_of
 from posttrain.training.job import Job
-
-log = logging.getLogger("posttrain")
 
 # From a pack and its examples to the log-probability (S) of each sequence under the reference.
 Reference = Callable[[Pack, list[Example]], torch.Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from posttrain.base.errors import DamagedError, RunError
 from posttrain.base.files import table_beside
+from posttrain.base.log import log
 from posttrain.base.redaction import redact
 from posttrain.config import RunConfig, load
 from posttrain.runs.checkpoint import saved_step
@@ -19,8 +19,6 @@ from posttrain.runs.files import flat, load_json
 from posttrain.runs.inputs import recorded
 from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.rollouts import NAME as ROLLOUTS
-
-log = logging.getLogger("posttrain")
 
 
 @dataclass(slots=True)

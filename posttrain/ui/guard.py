@@ -2,7 +2,6 @@
 
 import hmac
 import json
-import logging
 import re
 from pathlib import Path
 from string import Template
@@ -12,12 +11,12 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from posttrain.base.log import log
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import visible
 from posttrain.serving.listening import ambiguous, host_name, is_foreign
 from posttrain.ui.parts import LONGEST
 
-log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"
 MOST_BYTES = 16 << 20  # maximum size of a request to Gradio
 FORM = "application/x-www-form-urlencoded"

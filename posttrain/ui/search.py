@@ -7,7 +7,6 @@ recognised by their fingerprints and read again. The index can be deleted at any
 from __future__ import annotations
 
 import hashlib
-import logging
 import sqlite3
 import threading
 import time
@@ -19,12 +18,11 @@ from typing import Any
 
 from posttrain.base.errors import PosttrainError
 from posttrain.base.files import table_beside
+from posttrain.base.log import log
 from posttrain.base.words import by_key
 from posttrain.runs.receipt import CompletionReceipt, factor
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.ui.parts import Query
-
-log = logging.getLogger("posttrain")
 
 VERSION = 2  # another version has another file
 REST_S = 0.003  # seconds to pause after every step, so that pages are served meanwhile

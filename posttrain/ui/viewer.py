@@ -1,6 +1,5 @@
 """The data that all pages read: runs and evaluations below a folder, curves, indexes of rollouts, and models."""
 
-import logging
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.files import default_cache, is_model
+from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare
@@ -41,7 +41,6 @@ BESIDE = "evaluations"  # folder next to the folder of runs, where `posttrain ev
 DEPTH = 5  # maximum depth of evaluations below a folder
 ANSWERED, COMPARED = 6, 2  # cache sizes: answers of evaluations; comparisons
 RESAMPLES = 2_000  # bootstrap resamples; few, so that they do not delay a page
-log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)
