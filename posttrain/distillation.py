@@ -77,7 +77,9 @@ class Comparison(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A function from hidden states to logits: softcap(hidden W^T + b) / temperature."""
+    """A function from hidden states to logits: softcap(hidden W^T + b) / temperature.
+
+    The weights are those of the adapters that are active when it is made."""
 
     weight: Tensor
     bias: Tensor | None
@@ -85,13 +87,17 @@ class Head(NamedTuple):
     softcap: float | None
 
     @classmethod
-    def of(cls, model: nn.Module, temperature: float, vocabulary: int) -> Head:
-        """The model's LM head for the first `vocabulary` token ids."""
+    def of(cls, model: nn.Module, temperature: float = 1.0) -> Head:
+        """The model's LM head."""
         head, scale, softcap = head_of(model)
-        bias = None if head.bias is None else head.bias[:vocabulary]
-        weight = head.weight  # read once: with new tokens, PEFT merges it at every access
-        weight = weight if len(weight) == vocabulary else weight[:vocabulary]
-        return cls(weight, bias, temperature / scale, softcap)
+        return cls(head.weight, head.bias, temperature / scale, softcap)
+
+    def first(self, vocabulary: int) -> Head:
+        """The head for the first `vocabulary` token ids."""
+        if len(self.weight) == vocabulary:
+            return self
+        bias = None if self.bias is None else self.bias[:vocabulary]
+        return self._replace(weight=self.weight[:vocabulary], bias=bias)
 
     def log_probs(self, hidden: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a chunk's log-probabilities, float32, and, for the gradient of a cap, the capped logits."""
@@ -100,22 +106,19 @@ class Head(NamedTuple):
 
 
 def compare_distributions(
-    student: tuple[nn.Module, Tensor],
-    teacher: tuple[nn.Module, Tensor],
+    student: tuple[Head, Tensor],
+    teacher: tuple[Head, Tensor],
     target_N: Tensor,
     weight_N: Tensor,
     divergence: Divergence,
-    temperature: float = 1.0,
 ) -> Comparison:
-    """Compare student and teacher, each given as the model and its hidden states (N, D) that predict the targets.
+    """Compare student and teacher, each given as its head and the hidden states (N, D) that predict the targets.
 
     If the heads differ in size, for instance because one vocabulary is padded, they are compared on the ids that both
     have, and each distribution is normalised over these ids. `divergence` comes from `divergence_of`.
     """
-    vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
-    (ours, hidden_N), (theirs, teacher_N) = (
-        (Head.of(model, temperature, vocabulary), states) for model, states in (student, teacher)
-    )
+    vocabulary = min(len(head.weight) for head, _ in (student, teacher))
+    (ours, hidden_N), (theirs, teacher_N) = ((head.first(vocabulary), states) for head, states in (student, teacher))
     outputs = ChunkedDivergence.apply(
         hidden_N, ours.weight, ours.bias, ours, teacher_N, theirs, target_N, weight_N, divergence
     )

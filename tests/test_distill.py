@@ -2,17 +2,25 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_resume import assert_same_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
+from trl.experimental.sdpo import SDPOConfig
+from trl.experimental.sdpo.loss_utils import compute_full_logit_self_distillation_loss
+from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBuilder
 
 from posttrain import distillation, runner
 from posttrain.base.errors import ConfigError, DataError, ModelError
 from posttrain.config import load
-from posttrain.distillation import DIVERGENCES, compare_distributions, divergence_of
+from posttrain.config.schema.online import SDFT_TEMPLATE
+from posttrain.data.prepare import teacher_prompts
+from posttrain.distillation import DIVERGENCES, Head, compare_distributions, divergence_of
+from posttrain.planning.estimate import holds_reference
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
 
@@ -55,6 +63,15 @@ def test_a_divergence_is_that_of_trl(name):
     value, by_logits = divergence_of(name, BETA["jsd"])(log_p, log_q)
     assert value.sum().item() == pytest.approx(theirs.item(), abs=1e-12)  # their mean is over a batch of one
     torch.testing.assert_close(by_logits / 0.7, gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_is_that_of_self_distillation_in_trl(name):
+    """SDFT and SDPO with distillation_mode: full_logits, whose distillation_alpha is GKD's beta."""
+    student, teacher = random_log_probs(7, 13)
+    theirs_N = compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=BETA[name])
+    ours_N, _ = divergence_of(name, BETA["jsd"])(student.log_softmax(-1), teacher.log_softmax(-1))
+    torch.testing.assert_close(ours_N, theirs_N, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(("beta", "limit"), [(1 - 1e-9, "reverse_kl"), (1e-9, "forward_kl")])
@@ -102,7 +119,11 @@ def test_chunks_give_the_dense_loss_and_gradient(monkeypatch, name, chunk, softc
     inputs = hidden_N, student.lm_head.weight, student.lm_head.bias
 
     found = compare_distributions(
-        (student, hidden_N), (teacher, teacher_N), target_N, weight_N, divergence_of(name, 0.3), temperature
+        (Head.of(student, temperature), hidden_N),
+        (Head.of(teacher, temperature), teacher_N),
+        target_N,
+        weight_N,
+        divergence_of(name, 0.3),
     )
     gradients = torch.autograd.grad(2 * found.loss, inputs)
 
@@ -135,7 +156,7 @@ def test_a_second_backward_is_refused():
     student, teacher = model(7, 8, 1), model(7, 8, 2)
     hidden_N = torch.randn(3, 8, requires_grad=True)
     found = compare_distributions(
-        (student, hidden_N), (teacher, torch.randn(3, 8)), torch.zeros(3).long(), torch.ones(3),
+        (Head.of(student), hidden_N), (Head.of(teacher), torch.randn(3, 8)), torch.zeros(3).long(), torch.ones(3),
         divergence_of("reverse_kl", 0.5),
     )  # fmt: skip
     found.loss.backward(retain_graph=True)
@@ -208,16 +229,17 @@ def dense_step(student: Path, teacher: Path, sequences, divergence: str, tempera
         kl = {"reverse_kl": log_p.exp() * (log_p - log_q), "forward_kl": log_q.exp() * (log_q - log_p)}[divergence]
         losses.append(kl.sum() / count)
     loss = torch.stack(losses).sum()
-    loss.backward()
+    if loss.requires_grad:  # not of saved adapters
+        loss.backward()
     gradients = [p.grad.flatten() for p in models[0].parameters() if p.grad is not None]
-    return loss.item(), torch.cat(gradients).norm().item()
+    return loss.item(), torch.cat([torch.zeros(1), *gradients]).norm().item()
 
 
-def sampled(folder: Path) -> list[tuple[list[int], list[int]]]:
+def sampled(folder: Path, step: int = 1) -> list[tuple[list[int], list[int]]]:
     with StoredRun(folder) as stored:
         prompts = [json.loads(one["tokens"]) if isinstance(one["tokens"], str) else one["tokens"]
-                   for one in stored.prompts(1)]  # fmt: skip
-        return [(list(prompts[one["prompt_index"]]), list(one["tokens"])) for one in stored.rollouts(1)]
+                   for one in stored.prompts(step)]  # fmt: skip
+        return [(list(prompts[one["prompt_index"]]), list(one["tokens"])) for one in stored.rollouts(step)]
 
 
 @pytest.mark.parametrize("tokens_per_pack", [4096, 120])
@@ -278,6 +300,228 @@ def test_the_model_itself_teaches_from_another_prompt(tmp_path, student, lora):
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+# --- self-distillation ------------------------------------------------------------------------------------------------
+
+TWO_STEPS = {
+    "training": {"batch_size": 6, "max_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0},
+    "checkpoint": {"save_steps": 1, "save_total_limit": None},
+}
+
+
+def in_trl(prompt: list[dict], context: str, template: str = SDFT_TEMPLATE) -> list[dict]:
+    """The teacher's prompt as TRL's SDFT writes it."""
+    args = SimpleNamespace(teacher_prompt_template=template)
+    builder = DemonstrationTeacherContextBuilder(SimpleNamespace(args=args))
+    return builder._compose_teacher_prompt(prompt, context)
+
+
+@pytest.mark.parametrize("kind", ["base", "live"])
+@pytest.mark.parametrize("lora", [None, {"r": 4, "dropout": 0.1}], ids=["full", "adapter"])
+def test_the_model_teaches_itself_with_a_demonstration(tmp_path, student, kind, lora):
+    """SDFT. The second step's teacher has the weights of checkpoint-1 if it is live, and otherwise the initial ones."""
+    method = {"teacher_model_kind": kind, "privileged_context": "completion", "num_generations": 2}
+    folder = train(tmp_path, student, method, model={"path": str(student), "lora": lora}, **TWO_STEPS)
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    sequences = []
+    for prompt, completion in sampled(folder, 2):
+        row = next(row for row in ROWS if row["prompt"] in tokenizer.decode(prompt))
+        turns = in_trl([{"role": "user", "content": row["prompt"]}], row["completion"])
+        theirs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        sequences.append((prompt, theirs, completion))
+    now = folder / "checkpoint-1"
+    loss, norm = dense_step(now, now if kind == "live" else student, sequences, "reverse_kl")
+    line = lines(folder)[1]
+    assert line["loss"] == pytest.approx(loss, rel=1e-4, abs=3e-7)
+    if lora is None:
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_a_head_that_is_trained_beside_an_adapter_is_not_the_teachers(tmp_path, student):
+    """PEFT's copy of a tied head: the teacher has the head of the model before training."""
+    model = {"path": str(student), "lora": {"r": 4, "modules_to_save": ["embed_tokens"]}}
+    folder = train(tmp_path, student, {"teacher_system_prompt": "Add."}, model=model, **TWO_STEPS)
+    tokenizer, sequences = AutoTokenizer.from_pretrained(student), []
+    for prompt, completion in sampled(folder, 2):
+        asked = next(row["prompt"] for row in ROWS if row["prompt"] in tokenizer.decode(prompt))
+        turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": asked}]
+        theirs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        sequences.append((prompt, theirs, completion))
+    loss, _ = dense_step(folder / "checkpoint-1", student, sequences, "reverse_kl")
+    assert lines(folder)[1]["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def shown(tmp_path: Path, scratch_model: Path, row: dict, method: dict, **data) -> str:
+    """The teacher's prompt of a row."""
+    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
+    settings = {
+        "model": str(scratch_model), "method": {"type": "distill", **method},
+        "data": {"source": str(tmp_path / "one.jsonl"), "max_length": 96, **data},
+        "rollout": {"max_completion_length": 9},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = load(tmp_path / "config.json").config
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model)
+    [tokens] = teacher_prompts(config, tokenizer, config.method, 500).values()
+    return str(tokenizer.decode(tokens))
+
+
+TURNS = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "It is {5}."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"messages": TURNS}, "completion"),
+        ({"prompt": "2 + 3?", "completion": "It is {5}."}, "completion"),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, "completion"),
+        ({"instruction": "2 + 3?", "output": "It is {5}."}, "completion"),
+        ({"prompt": "2 + 3?", "hint": "It is {5}."}, "hint"),
+        ({"prompt": TURNS[:1], "hint": TURNS[1:]}, "hint"),
+    ],
+)
+def test_the_demonstration_is_a_column_or_the_completion_in_every_format(tmp_path, scratch_model, row, column):
+    method = {"privileged_context": column, "teacher_prompt_template": "Q: {prompt} A: {privileged_context} {x}"}
+    system = {"system_prompt": "Add."} if column == "hint" else {}
+    text = shown(tmp_path, scratch_model, row, method, **system)
+    assert "Q: 2 + 3? A: It is {5}. {x}" in text and ("Add." in text) == bool(system)
+
+
+def test_a_demonstration_is_read_without_a_chat_template_and_with_another_system_prompt(tmp_path, scratch_model):
+    row = {"prompt": "2 + 3 =", "completion": " 5"}
+    text = shown(tmp_path, scratch_model, row, {"privileged_context": "completion"}, template="none")
+    assert text == "2 + 3 =\n\n 5"
+    both = {"privileged_context": "completion", "teacher_system_prompt": "Short."}
+    assert (
+        "Short." in (text := shown(tmp_path, scratch_model, row, both, system_prompt="Long.")) and "Long." not in text
+    )
+
+
+@pytest.mark.parametrize("bad", [{}, {"hint": None}, {"hint": ""}, {"hint": []}])
+def test_a_row_without_the_teachers_column_is_named(tmp_path, student, bad):
+    rows = [{**row, "hint": "Add."} for row in ROWS]
+    rows[7] = {**ROWS[7], **bad}
+    with pytest.raises(DataError, match=r"rows.jsonl line 8: the column hint, .* is missing or empty"):
+        train(tmp_path, student, {"privileged_context": "hint"}, rows=rows)
+
+
+def test_a_prompt_that_does_not_end_with_a_user_is_refused(tmp_path, student):
+    rows = [{"prompt": [*TURNS[:1], {"role": "assistant", "content": "It"}], "completion": "is 5."}] * 6
+    with pytest.raises(DataError, match=r"rows.jsonl line 1: .* ends with one of the assistant"):
+        train(tmp_path, student, {"privileged_context": "completion"}, rows=rows)
+
+
+def test_a_demonstration_that_does_not_fit_a_pack_is_refused_before_the_first_step(tmp_path, student):
+    rows = [{**row, "completion": "It is so. " * (60 if n == 4 else 1)} for n, row in enumerate(ROWS)]
+    with pytest.raises(DataError, match=r"1 prompt with the teacher's additions .* 10 tokens in 200 .* rows: 4$"):
+        train(tmp_path, student, {"privileged_context": "completion"}, "training.tokens_per_pack=200", rows=rows)
+    assert not (tmp_path / "run/metrics.jsonl").exists() or not lines(tmp_path / "run")
+
+
+def successes(tmp_path: Path, rule: str) -> dict:
+    """A run's rewards: 1 for completions that a rule chooses."""
+    name = f"rewards_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(f"def right(completions, **_):\n    return [{rule} for text in completions]\n")
+    return {"rewards": [{"type": "python", "function": f"{name}:right"}]}
+
+
+SDPO = {"use_successful_as_teacher": True, "teacher_model_kind": "live", "num_generations": 4}
+SOME = "0.0 if len(str(text)) % 3 else 2.0"
+
+
+def test_successful_completions_of_the_same_prompt_teach_the_others(tmp_path, student):
+    """SDPO. Texts, and which completions are in the loss, are those of TRL's builder."""
+    folder = train(tmp_path, student, SDPO, **successes(tmp_path, SOME), **TWO_STEPS)
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    with StoredRun(folder) as stored:
+        rows, asked = stored.rollouts(2), stored.prompts(2)
+    found = sampled(folder, 2)
+    trl, prompts = trl_builder(tokenizer), []
+    for prompt, _ in found:
+        text = next(row["prompt"] for row in ROWS if row["prompt"] in tokenizer.decode(prompt))
+        prompts.append([{"role": "user", "content": text}])
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(c) for _, c in found], True, tokenizer.pad_token_id)
+    rewards = torch.tensor([row["reward"] for row in rows])
+    built = trl.build({"completion_ids": ids, "completion_mask": torch.ones_like(ids)}, prompts, rewards)
+    kept = built["self_distillation_mask"].bool().tolist()
+    assert any(kept) and not all(kept) and len(asked) == 6
+    assert [row["advantages"] is not None for row in rows] == kept
+    sequences = []
+    for index, (prompt, completion) in enumerate(found):
+        if kept[index]:
+            mask = built["teacher_attention_mask"][index].bool()
+            theirs = built["teacher_input_ids"][index][mask].tolist()[: -ids.shape[1]]
+            sequences.append((prompt, theirs, completion))
+    now = folder / "checkpoint-1"
+    loss, norm = dense_step(now, now, sequences, "reverse_kl")
+    line = lines(folder)[1]
+    assert line["loss"] == pytest.approx(loss, rel=1e-4) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name in ("success_sample_fraction", "reprompt_sample_fraction"):
+        name = f"self_distillation/{name}"
+        assert line[name] == pytest.approx(trl.last_metrics[name])
+
+
+def trl_builder(tokenizer) -> SuccessfulRolloutTeacherContextBuilder:
+    """TRL's builder of the teacher's prompts, without its trainer."""
+    args = SDPOConfig(output_dir="unused", report_to=[], use_cpu=True, bf16=False)
+    alone = SimpleNamespace(
+        gather=lambda one: one, process_index=0, device=torch.device("cpu"), pad_across_processes=lambda one, **_: one
+    )
+
+    def tokens(prompts):
+        return [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+
+    trainer = SimpleNamespace(
+        args=args, accelerator=alone, model=SimpleNamespace(training=True), num_generations=SDPO["num_generations"],
+        _tokenizer=tokenizer, processing_class=tokenizer, _tokenize_prompts_untruncated=tokens,
+    )  # fmt: skip
+    return SuccessfulRolloutTeacherContextBuilder(trainer)
+
+
+def shares(folder: Path) -> list[tuple[float, float]]:
+    """The shares of completions with a successful one beside, and of those in the loss, by step."""
+    names = ("success_sample_fraction", "reprompt_sample_fraction")
+    found = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (line[f"self_distillation/{names[0]}"], line[f"self_distillation/{names[1]}"])
+        for line in found
+        if f"self_distillation/{names[0]}" in line
+    ]
+
+
+@pytest.mark.parametrize(("rule", "share"), [("0.0", 0.0), ("1.0", 1.0)])
+def test_a_step_in_which_no_or_every_completion_is_successful(tmp_path, student, rule, share):
+    """Without successes nothing is learned; the weights stay as they are."""
+    folder = train(tmp_path, student, SDPO, **successes(tmp_path, rule), **TWO_STEPS)
+    assert shares(folder) == [(share, share)] * 2
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (student, folder / "final"))
+    assert all(torch.equal(before[name], after[name]) for name in before) == (share == 0)
+
+
+def test_a_successful_completion_that_leaves_no_room_is_counted(tmp_path, student):
+    method = SDPO | {"teacher_prompt_template": "{prompt}" + " so" * 150 + "{privileged_context}"}
+    folder = train(tmp_path, student, method, "training.tokens_per_pack=120", **successes(tmp_path, "1.0"))
+    assert shares(folder) == [(1, 0)]
+
+
+@pytest.mark.parametrize("kind", ["live", "base"])
+def test_the_live_model_is_no_second_model_in_memory(tmp_path, scratch_model, kind):
+    settings = {"method": {"type": "distill", "teacher_model_kind": kind, "privileged_context": "completion"}}
+    settings |= {"model": {"path": str(scratch_model)}, "data": {"source": "x"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = load(tmp_path / "config.json").config
+    assert holds_reference(config, config.models[0]) == (kind == "base")
+    assert config.method.refers_to_itself == (kind == "base")
+
+
+def test_a_demonstration_is_learned(tmp_path, student):
+    """The policy without the demonstration approaches itself with it."""
+    method = {"privileged_context": "completion", "num_generations": 2}
+    training = {"batch_size": 6, "max_steps": 16, "learning_rate": 1e-3, "warmup_steps": 0}
+    losses = [line["loss"] for line in lines(train(tmp_path, student, method, training=training))]
+    print("nats per token:", losses)
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
 def test_a_teacher_with_a_padded_vocabulary(tmp_path, student, scratch_model):
     """The same tokenizer with 100 more rows of the head, as larger models of a family have them."""
     padded = AutoModelForCausalLM.from_pretrained(scratch_model)
@@ -301,10 +545,18 @@ def test_rewards_are_watched_and_evaluated_where_there_are_some(tmp_path, studen
     assert "eval_reward" in load_json(folder / "results.json")["final"]
 
 
-def test_resumed_equals_uninterrupted(tmp_path, student, scratch_model, power_cut):
-    method = {"teacher": str(scratch_model), "on_policy_fraction": 0.7}
+@pytest.mark.parametrize("variant", ["teacher", "sdft", "sdpo"])
+def test_resumed_equals_uninterrupted(tmp_path, student, scratch_model, power_cut, monkeypatch, variant):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    method = {
+        "teacher": {"teacher": str(scratch_model), "on_policy_fraction": 0.7},
+        "sdft": {"privileged_context": "completion", "teacher_model_kind": "live", "on_policy_fraction": 0.7},
+        "sdpo": SDPO,
+    }[variant]
     training = {"batch_size": 4, "max_steps": 7, "learning_rate": 1e-3}
     sections = {"training": training, "checkpoint": {"save_steps": 2, "save_total_limit": None}}
+    if variant == "sdpo":
+        sections |= successes(tmp_path, SOME)
     train(tmp_path / "whole", student, method, **sections)
     with power_cut(step=5):
         train(tmp_path / "broken", student, method, **sections)
@@ -324,11 +576,24 @@ def test_rows_without_a_completion_are_refused_where_they_are_needed(tmp_path, s
         train(tmp_path / "given", student, {"teacher": str(scratch_model), "on_policy_fraction": 0.5}, rows=rows)
 
 
+RIGHT = {"rewards": [{"type": "math"}]}
+
+
 @pytest.mark.parametrize(
     ("method", "sections", "message"),
     [
         ({}, {}, "method.teacher is missing: name a model to learn from"),
         ({"teacher": "x", "jsd_beta": 0.2}, {}, "is read by divergence: jsd only"),
+        ({"teacher_model_kind": "live"}, {}, "method.teacher is missing"),
+        ({"teacher": "x", "teacher_model_kind": "live"}, {}, "is live, but teacher names another model"),
+        ({"teacher": "x", "teacher_prompt_template": "{privileged_context}"}, {}, "has no effect without privileged"),
+        ({"privileged_context": "a", "teacher_prompt_template": "{prompt}"}, {}, r"must contain {privileged_context}"),
+        ({"teacher": "x", "success_reward_threshold": 2}, {}, "has no effect without use_successful_as_teacher"),
+        ({**SDPO, "num_generations": 1}, RIGHT, "num_generations is 1, but use_successful_as_teacher needs other"),
+        ({**SDPO, "on_policy_fraction": 0.5}, RIGHT, "must be 1 with use_successful_as_teacher"),
+        ({**SDPO, "privileged_context": "a"}, RIGHT, "cannot be combined with use_successful_as_teacher"),
+        (SDPO, {}, "rewards are needed by method.use_successful_as_teacher"),
+        ({"privileged_context": "a"}, {"tools": ["x.py:f"]}, "tools cannot be combined with prompts of the teacher's"),
         ({"teacher": "x"}, {"data": {"source": "x", "validation": {"rows": 2}}}, "rewards are needed to evaluate"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.base.errors import DataError
+from posttrain.base.words import filled
 from posttrain.batch import Example, Node
 from posttrain.config.schema.base import KindName, MethodSettings
 from posttrain.config.schema.data import DataConfig
@@ -19,9 +20,11 @@ from posttrain.data.rows import (
     Fields,
     Row,
     RowError,
+    Turns,
     as_prompt,
     as_turns,
     last_turn_as_completion,
+    messages_of,
     number_or_text,
     refuse_without_reply,
     valid,
@@ -125,7 +128,11 @@ class Prompts(Kind):
     def shape(self, row: Row, fields: Fields) -> Row:
         for name, value in fields.items():  # rewards receive all fields
             valid(value, name)
-        if not self.with_completions:
+        if self.context is not None:
+            column, template = self.context
+            context, row = context_of(row, fields, column), as_prompt(row)
+            row = replace(row, prompt=with_context(row.prompt or "", context, template))
+        elif not self.with_completions:
             row = as_prompt(row)
         else:
             refuse_without_reply(row)
@@ -268,6 +275,37 @@ def facts_of(record: Record, row: Row, turns: bool) -> str:
     prompt = as_turns(row.prompt, "user") if turns and row.prompt is not None else row.prompt
     facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
     return json.dumps(facts, ensure_ascii=False, default=str)
+
+
+def with_context(prompt: str | Turns, context: str, template: str) -> str | Turns:
+    """A prompt whose last message, the user's, is the template with this message and a context that it lacks. Raises
+    DataError if it ends with another message."""
+    if isinstance(prompt, str):
+        return filled(template, {"prompt": prompt, "privileged_context": context})
+    *before, last = prompt
+    if last["role"] != "user":
+        raise DataError(
+            f"the teacher's prompt replaces the last message of the user, but the prompt ends with one of the "
+            f"{last['role']}: remove such rows, or method.privileged_context and use_successful_as_teacher"
+        )
+    return [*before, {**last, "content": filled(template, {"prompt": last["content"], "privileged_context": context})}]
+
+
+def context_of(row: Row, fields: Fields, column: str) -> str:
+    """The text of a column that only the teacher's prompt has; `completion` is the row's completion in every format.
+    Raises DataError if the row lacks it."""
+    value = fields.get(column)
+    if value is None and column == "completion" and not (row.prompt is None and isinstance(row.chosen, str)):
+        turns = as_turns(row.chosen if row.prompt is not None else row.chosen[-1:], "assistant")
+        value = [turn for turn in turns if turn["role"] == "assistant"]
+    if isinstance(value, list) and value:
+        value = "\n".join(turn["content"] for turn in messages_of(value, column))
+    if value in (None, "", []):
+        raise DataError(
+            f"the column {column}, which method.privileged_context gives to the teacher, is missing or empty: complete "
+            "or remove such rows"
+        )
+    return number_or_text(value, column)
 
 
 def _rejected_prompts(table: Table) -> Array:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.base.distributions import sign_test
-from posttrain.base.words import counted
+from posttrain.base.words import counted, filled
 from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, Grade
 from posttrain.judges import prompts
@@ -158,7 +158,7 @@ class SingleJudge(_Judge):
             template = prompts.built_in("single", judged.answer)
             system = prompts.TEXTS["single_system"] if system is None else system
         values = {"prompt": prompts.as_text(judged.prompt), "completion": judged.completion}
-        question = {"role": "user", "content": prompts.filled(template, values | {"answer": judged.answer or ""})}
+        question = {"role": "user", "content": filled(template, values | {"answer": judged.answer or ""})}
         return [question] if system is None else [{"role": "system", "content": system}, question]
 
     def _judged(self, reply: Reply) -> Judged:
@@ -243,7 +243,7 @@ def _messages(pair: Pair, swapped: bool) -> list[Message]:
     values = {"prompt": prompts.as_text(pair.prompt), "a": a, "b": b, "answer": pair.answer or ""}
     return [
         {"role": "system", "content": prompts.built_in("pair_system", pair.answer)},
-        {"role": "user", "content": prompts.filled(prompts.built_in("pair", pair.answer), values)},
+        {"role": "user", "content": filled(prompts.built_in("pair", pair.answer), values)},
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.base.files import table_beside
+from posttrain.base.words import filled
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.grading.extract import after_thinking, last_number
 
@@ -18,11 +19,6 @@ _RATING = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
 _OUT_OF = re.compile(r"\s*/\s*\d+(?:\.\d+)?")  # 7/10 means 7
 _PREFERENCE = re.compile(r"\[\[([ABC])\]\]")
 MOST_OBJECTS = 100  # maximum number of braces in a reply at which a JSON object is sought
-
-
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with `{name}` replaced for every name in `values`. Braces elsewhere and in values are unchanged."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def built_in(name: str, answer: str | None) -> str:
