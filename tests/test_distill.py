@@ -11,15 +11,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
 from trl.experimental.sdpo import SDPOConfig
-from trl.experimental.sdpo.loss_utils import compute_full_logit_self_distillation_loss
+from trl.experimental.sdpo.loss_utils import (
+    add_tail_bucket,
+    compute_divergence,
+    compute_full_logit_self_distillation_loss,
+)
 from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBuilder
 
 from posttrain import distillation, runner
 from posttrain.base.errors import ConfigError, DataError, ModelError
 from posttrain.config import load
-from posttrain.config.schema.online import SDFT_TEMPLATE
+from posttrain.config.schema.distill import SDFT_TEMPLATE
 from posttrain.data.prepare import teacher_prompts
-from posttrain.distillation import DIVERGENCES, Head, compare_distributions, divergence_of
+from posttrain.distillation import DIVERGENCES, Head, Top, compare_distributions, divergence_of
 from posttrain.planning.estimate import holds_reference
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
@@ -88,6 +92,37 @@ def test_probabilities_near_zero_keep_values_and_gradients_finite():
     for name in DIVERGENCES:
         value, gradient = divergence_of(name, 0.5)(log_p, log_q)
         assert value.isfinite().all() and gradient.isfinite().all() and value.item() > 0.3
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("k", [1, 4, 13])
+def test_a_divergence_over_the_teachers_top_tokens_is_that_of_trl(name, k):
+    """With TRL's tail bucket, and its gradient by autograd. With all tokens (k = V) it is the divergence over all."""
+    student, teacher = random_log_probs(7, 13)
+    student.requires_grad_(True)
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    log_q_k, ids = log_q.topk(k)
+    theirs_N = compute_divergence(add_tail_bucket(log_p.gather(1, ids)), add_tail_bucket(log_q_k), BETA[name])
+    (gradient,) = torch.autograd.grad(theirs_N.sum(), student)
+    whole = Top(ids, log_q_k).log_probs(slice(None), log_p.detach())
+    value_N, by_logits = divergence_of(name, BETA["jsd"])(log_p.detach(), whole)
+    torch.testing.assert_close(value_N, theirs_N.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(by_logits, gradient, rtol=0, atol=1e-6)
+    torch.testing.assert_close(whole.gather(1, ids), log_q_k, rtol=0, atol=0)
+    assert k == 13 or whole.exp().sum(1).sub(1).abs().max() < 1e-9
+    if k == 13:
+        full_N, _ = divergence_of(name, BETA["jsd"])(log_p.detach(), log_q)
+        torch.testing.assert_close(value_N, full_N, rtol=0, atol=1e-12)
+
+
+def test_tokens_may_have_different_numbers_of_top_tokens():
+    student, teacher = (one.log_softmax(-1) for one in random_log_probs(2, 9))
+    log_q, ids = teacher.topk(3)
+    log_q[1, 1:], ids[1, 1:] = -torch.inf, ids[1, 0]
+    apart = [Top(ids[n : n + 1, :k], log_q[n : n + 1, :k]).log_probs(slice(None), student[n : n + 1])
+             for n, k in ((0, 3), (1, 1))]  # fmt: skip
+    together = Top(ids, log_q).log_probs(slice(None), student)
+    torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-12)
 
 
 # --- chunk by chunk ---------------------------------------------------------------------------------------------------
@@ -522,6 +557,88 @@ def test_a_demonstration_is_learned(tmp_path, student):
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
+# --- log-probabilities from a file ------------------------------------------------------------------------------------
+
+
+def with_logprobs(student: Path, teacher: Path, k: int, rows=ROWS) -> list[dict]:
+    """The rows with the teacher's `k` most likely tokens at each token of the completion, in TRL's names."""
+    tokenizer, made = AutoTokenizer.from_pretrained(student), AutoModelForCausalLM.from_pretrained(teacher)
+    written = []
+    for row in rows:
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        whole = tokenizer.apply_chat_template(turns, return_dict=False)
+        prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            logits = made(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1]
+        values, ids = logits.div(0.9).log_softmax(-1).topk(k)
+        given = {"token_ids": whole[len(prompt) :], "logprob_token_ids": ids.tolist(), "logprobs": values.tolist()}
+        written.append({**row, "teacher": given})
+    return written
+
+
+FILE = {"teacher_logprobs": "teacher", "on_policy_fraction": 0}
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_log_probabilities_of_all_tokens_in_a_file_are_as_good_as_the_teacher(
+    tmp_path, student, scratch_model, divergence
+):
+    from_model = {"teacher": str(scratch_model), "on_policy_fraction": 0, "divergence": divergence}
+    [whole] = lines(train(tmp_path / "model", student, from_model))
+    [file] = lines(
+        train(tmp_path / "file", student, FILE | {"divergence": divergence},
+              rows=with_logprobs(student, scratch_model, 6400))
+    )  # fmt: skip
+    assert file["loss"] == pytest.approx(whole["loss"], rel=1e-3, abs=1e-6)
+    assert file["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
+
+
+def test_a_few_log_probabilities_from_a_file_are_learned(tmp_path, student, scratch_model):
+    training = {"batch_size": 12, "max_steps": 8, "learning_rate": 3e-3, "warmup_steps": 0, "tokens_per_pack": 120}
+    rows = with_logprobs(student, scratch_model, 20)
+    rows[3]["teacher"]["logprobs"][0], rows[3]["teacher"]["logprob_token_ids"][0] = [-2.0], [5]  # fewer than elsewhere
+    method = FILE | {"divergence": "forward_kl"}
+    losses = [line["loss"] for line in lines(train(tmp_path, student, method, rows=rows, training=training))]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "must be an object with the lists logprob_token_ids and logprobs"),
+        ({"logprobs": "x"}, "must be an object with the lists"),
+        ({"token_ids": [1, 2]}, "but the completion has .*: tokenizer, template or text differ"),
+        ({"token_ids": None, "logprobs": [[-1.0]]}, "lists of . and 1 tokens, but the completion has"),
+        ((1, [], []), "at token 2 must have two lists of the same length"),
+        ((1, [1, 2], [-1.0]), "at token 2 must have two lists of the same length"),
+        ((0, [1, 1], [-1.0, -1.0]), "at token 1 must have different token ids"),
+        ((0, [-1], [-1.0]), "at token 1 must have different token ids"),
+        ((0, [1], [0.5]), "at token 1 must have finite log-probabilities of at most 0"),
+        ((0, [1], [float("nan")]), "at token 1 must have finite log-probabilities"),
+        ((0, [1], [float("-inf")]), "at token 1 must have finite log-probabilities"),
+        ((0, [1, 2], [-0.1, -0.1]), "probabilities whose sum is 1.81"),
+    ],
+)
+def test_wrong_log_probabilities_are_named_with_file_and_row(tmp_path, student, scratch_model, change, message):
+    rows = with_logprobs(student, scratch_model, 2)
+    if isinstance(change, tuple):
+        at, ids, values = change
+        rows[5]["teacher"]["logprob_token_ids"][at], rows[5]["teacher"]["logprobs"][at] = ids, values
+    else:
+        rows[5]["teacher"] = None if change is None else rows[5]["teacher"] | change
+    with pytest.raises(
+        DataError, match=rf"rows.jsonl line 6 \(row 5\): teacher \(method.teacher_logprobs\) .*{message}"
+    ):
+        train(tmp_path, student, FILE, rows=rows)
+
+
+def test_a_token_id_that_the_model_lacks_is_named(tmp_path, student, scratch_model):
+    rows = with_logprobs(student, scratch_model, 2)
+    rows[5]["teacher"]["logprob_token_ids"][0][1] = 6400
+    with pytest.raises(DataError, match=r"row 5: teacher has the token id 6,400, but the model has 6,400"):
+        train(tmp_path, student, FILE, rows=rows, training={"batch_size": 12, "max_steps": 1})
+
+
 def test_a_teacher_with_a_padded_vocabulary(tmp_path, student, scratch_model):
     """The same tokenizer with 100 more rows of the head, as larger models of a family have them."""
     padded = AutoModelForCausalLM.from_pretrained(scratch_model)
@@ -547,7 +664,7 @@ def test_rewards_are_watched_and_evaluated_where_there_are_some(tmp_path, studen
 
 @pytest.mark.parametrize("variant", ["teacher", "sdft", "sdpo"])
 def test_resumed_equals_uninterrupted(tmp_path, student, scratch_model, power_cut, monkeypatch, variant):
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     method = {
         "teacher": {"teacher": str(scratch_model), "on_policy_fraction": 0.7},
         "sdft": {"privileged_context": "completion", "teacher_model_kind": "live", "on_policy_fraction": 0.7},
@@ -593,6 +710,8 @@ RIGHT = {"rewards": [{"type": "math"}]}
         ({**SDPO, "on_policy_fraction": 0.5}, RIGHT, "must be 1 with use_successful_as_teacher"),
         ({**SDPO, "privileged_context": "a"}, RIGHT, "cannot be combined with use_successful_as_teacher"),
         (SDPO, {}, "rewards are needed by method.use_successful_as_teacher"),
+        ({"teacher_logprobs": "a"}, {}, "on_policy_fraction must be 0 with teacher_logprobs"),
+        ({**FILE, "teacher": "x"}, {}, "teacher has no effect with teacher_logprobs"),
         ({"privileged_context": "a"}, {"tools": ["x.py:f"]}, "tools cannot be combined with prompts of the teacher's"),
         ({"teacher": "x"}, {"data": {"source": "x", "validation": {"rows": 2}}}, "rewards are needed to evaluate"),
     ],

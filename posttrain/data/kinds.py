@@ -1,6 +1,7 @@
 """The kinds of examples that methods train on: sequences, preference pairs, labelled completions and prompts."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Self
@@ -123,7 +124,7 @@ class Prompts(Kind):
 
     @classmethod
     def of(cls, method: MethodSettings) -> Self:
-        return cls(with_completions=method.reads_completions)
+        return cls(with_completions=method.reads_completions, logprobs=getattr(method, "teacher_logprobs", None))
 
     def shape(self, row: Row, fields: Fields) -> Row:
         for name, value in fields.items():  # rewards receive all fields
@@ -152,6 +153,10 @@ class Prompts(Kind):
         return tokeniser.without_completions(rows)
 
     def stored(self, record: Record, row: Row, item: Trained, turns: bool) -> dict[str, Any]:
+        if self.logprobs is not None:
+            problem = logprobs_problem((record.value or {}).get(self.logprobs), list(item.tokens[item.prompt :]))
+            if problem:
+                raise DataError(f"{where(record)}: {self.logprobs} (method.teacher_logprobs) {problem}")
         return super().stored(record, row, item, turns) | {"facts": facts_of(record, row, turns)}
 
     def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
@@ -306,6 +311,29 @@ def context_of(row: Row, fields: Fields, column: str) -> str:
             "or remove such rows"
         )
     return number_or_text(value, column)
+
+
+def logprobs_problem(given: Any, tokens: list[int]) -> str | None:
+    """Why these are not a teacher's log-probabilities of a completion with these tokens; None if they are."""
+    given = given if isinstance(given, Mapping) else {}
+    ids, logprobs, own = (given.get(name) for name in ("logprob_token_ids", "logprobs", "token_ids"))
+    if not isinstance(ids, list) or not isinstance(logprobs, list):
+        return "must be an object with the lists logprob_token_ids and logprobs, which have a list for each token"
+    if own is not None and list(own) != tokens:
+        return f"has the token_ids {own}, but the completion has {tokens}: tokenizer, template or text differ"
+    if not len(ids) == len(logprobs) == len(tokens):
+        return f"has lists of {len(ids)} and {len(logprobs)} tokens, but the completion has {len(tokens)}, with its end"
+    for number, (some, values) in enumerate(zip(ids, logprobs, strict=True)):
+        at, is_list = f"at token {number + 1}", isinstance(some, list) and isinstance(values, list)
+        if not is_list or len(some) != len(values) or not some:
+            return f"{at} must have two lists of the same length, which are not empty"
+        if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in some) or len({*some}) < len(some):
+            return f"{at} must have different token ids, not {some}"
+        if not all(isinstance(value, int | float) and -math.inf < value <= 1e-4 for value in values):
+            return f"{at} must have finite log-probabilities of at most 0, not {values}"
+        if (total := sum(map(math.exp, values))) > 1.01:
+            return f"{at} has probabilities whose sum is {total:.3f}: log-probabilities are in nats"
+    return None
 
 
 def _rejected_prompts(table: Table) -> Array:

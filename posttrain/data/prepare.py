@@ -19,8 +19,8 @@ from posttrain.base.files import default_cache
 from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
+from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationDataset
-from posttrain.config.schema.online import DistillMethod
 from posttrain.config.schema.run import BEHAVIOR_VERSION, RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too

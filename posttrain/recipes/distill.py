@@ -20,7 +20,7 @@ from torch import Tensor
 from posttrain.batch import Example
 from posttrain.config import DistillMethod
 from posttrain.data import Prepared
-from posttrain.distillation import Head, compare_distributions, divergence_of
+from posttrain.distillation import Head, Taught, compare_distributions, divergence_of
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
 from posttrain.recipes.online import Step, StepPack, Updates, given_completions, in_packs, online, split_prompts
@@ -58,6 +58,7 @@ class DistillStep(Step):
         method, self.successful = models.method, None
         if method.use_successful_as_teacher:
             self.successful = successful_others(rollout, method.success_reward_threshold)
+        self.top = None if method.teacher_logprobs is None else models.reference.top(rollout)
         self.prompts = models.reference.taught(rollout, self.successful)
         if method.use_successful_as_teacher:
             has_prompt_S = torch.tensor([prompt is not None for prompt in self.prompts], dtype=torch.bool)
@@ -105,7 +106,10 @@ def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
 
     def share(pack: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
         part, source = pack.part.to(job.device), step if pack.step is step else step.from_data
-        taught = teacher.outputs(source.rollout, source.prompts, part)
+        if source.top is None:
+            taught: Taught = teacher.outputs(source.rollout, source.prompts, part)
+        else:
+            taught = source.top.at(part.token_N)
         hidden_N = scored_states(policy, part.pack)
         compared = compare_distributions(
             (Head.of(policy, job.config.rollout.temperature), hidden_N),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Dataset, Prepared
 from posttrain.data.prepare import teacher_prompts
 from posttrain.data.prompts import Reprompt
-from posttrain.distillation import Head
-from posttrain.models.families import base_of, is_adapted, positions_of
+from posttrain.distillation import Head, Top
+from posttrain.models.families import base_of, head_layer, is_adapted, positions_of
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import as_begun
 from posttrain.models.sharding import whole
@@ -197,9 +198,9 @@ class Teacher:
         self._job, self._method = job, method
         if method.teacher is not None:
             self._refuse_other_tokenizer(job, method.teacher)
-        is_policy = method.is_live or (method.teacher is None and is_adapted(policy))
+        is_policy = method.avoids_second_model or (method.teacher is None and is_adapted(policy))
         self.model = policy if is_policy else frozen_model(job, method.teacher)
-        self._begun = policy if is_policy and is_adapted(policy) and not method.is_live else None
+        self._begun = policy if is_policy and is_adapted(policy) and method.refers_to_itself else None
         positions = positions_of(base_of(self.model).config)
         # The last token of a sequence is not fed.
         self._longest = min(job.config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
@@ -231,6 +232,26 @@ class Teacher:
         most = [self._longest - len(completion.tokens) for completion in rollout.completions]
         found = [None if context is None else next(written) for context in contexts]
         return [None if one is None or len(one) > room else one for one, room in zip(found, most, strict=True)]
+
+    def top(self, rollout: Rollout) -> Top:
+        """The log-probabilities in the data (R, K) of its completions' tokens. Raises DataError if a token id is not
+        one of the model's."""
+        rows: list[tuple[list[int], list[float]]] = []
+        known = len(head_layer(self.model).weight)
+        for completion in rollout.completions:
+            prompt = rollout.prompts[completion.group]
+            given = (prompt.facts or {})["columns"][self._method.teacher_logprobs]
+            pairs = [*zip(given["logprob_token_ids"], given["logprobs"], strict=True)][: len(completion.tokens)]
+            if (largest := max(max(ids) for ids, _ in pairs)) >= known:
+                raise DataError(
+                    f"row {prompt.row}: {self._method.teacher_logprobs} has the token id {largest:,}, but the model "
+                    f"has {known:,}: the teacher must have the student's tokenizer"
+                )
+            rows += pairs
+        most = max((len(ids) for ids, _ in rows), default=0)
+        ids = [[*ids, *ids[:1] * (most - len(ids))] for ids, _ in rows]
+        logprobs = [[*values, *[-math.inf] * (most - len(values))] for _, values in rows]
+        return Top(torch.tensor(ids, device=self._job.device), torch.tensor(logprobs, device=self._job.device))
 
     @torch.no_grad()
     def outputs(self, rollout: Rollout, prompts: Sequence[Ids | None], part: RolloutPack) -> tuple[Head, Tensor]:
