@@ -20,6 +20,7 @@ from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBu
 
 from posttrain import distillation, runner
 from posttrain.base.errors import ConfigError, DataError, ModelError
+from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.distill import SDFT_TEMPLATE
 from posttrain.data.prepare import teacher_prompts
@@ -577,6 +578,32 @@ def with_logprobs(student: Path, teacher: Path, k: int, rows=ROWS) -> list[dict]
 
 
 FILE = {"teacher_logprobs": "teacher", "on_policy_fraction": 0}
+
+
+@pytest.mark.parametrize("format", ["completion", "messages"])
+def test_score_writes_the_log_probabilities_that_a_student_learns_from(tmp_path, student, scratch_model, format):
+    rows = ROWS
+    if format == "messages":
+        rows = [{"messages": [{"role": role, "content": row[name]} for role, name in
+                              (("user", "prompt"), ("assistant", "completion"))]} for row in ROWS]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["score", str(scratch_model), str(tmp_path / "in.jsonl"), "--top-logprobs", "6400"]
+    assert main([*command, "--output", str(tmp_path / "out.jsonl"), "--device", "cpu"]) == 0
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [{name: row[name] for name in rows[0]} for row in written] == rows
+    for row in written:
+        top = row["teacher_logprobs"]
+        found = [dict(zip(*pair, strict=True)) for pair in zip(top["logprob_token_ids"], top["logprobs"], strict=True)]
+        own = [one[token] for one, token in zip(found, top["token_ids"], strict=True)]
+        assert (
+            own == pytest.approx(row["logprobs"], abs=1e-5) and top["logprobs"][0] == sorted(top["logprobs"][0])[::-1]
+        )
+    method, exact = {"on_policy_fraction": 0, "divergence": "forward_kl"}, "rollout.temperature=1"
+    [file] = lines(
+        train(tmp_path / "a", student, method | {"teacher_logprobs": "teacher_logprobs"}, exact, rows=written)
+    )
+    [whole] = lines(train(tmp_path / "b", student, method | {"teacher": str(scratch_model)}, exact, rows=rows))
+    assert file["loss"] == pytest.approx(whole["loss"], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
