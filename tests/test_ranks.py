@@ -280,7 +280,7 @@ def test_a_rank_that_is_a_step_ahead_is_named_on_all(one_of_each):
     ("settings", "message"),
     [
         ({"method": "sft", "training": {"optimizer": "adamw_8bit"}}, "training.optimizer: adamw_8bit needs whole"),
-        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "with method.teacher_system_prompt, ranks"),
+        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "the teacher has prompts of its own, ranks"),
     ],
 )
 def test_what_needs_the_whole_model_is_refused_with_sharded_weights(settings, message):
