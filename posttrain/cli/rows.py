@@ -118,7 +118,7 @@ def _rollouts(settings: RunConfig | None, options: SampleOptions) -> list[Rollou
     if options.engine not in (None, "vllm"):
         values["vllm"] = {}  # training's vLLM settings do not apply to another engine
     texts = [values["temperature"]] if options.temperature is None else options.temperature.split(",")
-    return [from_flags(RolloutConfig, **values | {"temperature": _number(text)}) for text in texts]
+    return [from_flags(RolloutConfig, **values | {"temperature": text}) for text in texts]
 
 
 def _model(settings: RunConfig | None, path: str, dtype: str | None) -> ModelConfig:
@@ -136,14 +136,6 @@ def _longest_prompt(settings: RunConfig | None) -> int | None:
         return None
     room, limit = settings.data.max_length - settings.completion_length, settings.data.max_prompt_length
     return min(room, limit) if isinstance(limit, int) else room
-
-
-def _number(text: str | float) -> str | float:
-    """Convert a string to a number. Any other string is returned unchanged, so that the schema refuses it."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def score(

@@ -94,7 +94,7 @@ class Guard:
             return 403, f"{host!r} is not a local host name: start the server with --api-key", "forbidden"
         if is_foreign(headers.get("origin"), headers.get("host", "")):
             return 403, "requests from web pages of other sites are refused", "forbidden"
-        sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        sent = next(reversed(headers.getlist("authorization")), "").removeprefix("Bearer ").encode()
         if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key.encode()):
             return 401, "the API key is missing or wrong: send `Authorization: Bearer KEY`", "invalid_api_key"
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -68,10 +68,8 @@ class Query:
     def but(self, path: str = "", **changes: object) -> str:
         """The address with changed parameters; None removes a parameter, a list sets several values."""
         pairs = [(key, value) for key, value in self.pairs if key not in changes]
-        for name, change in changes.items():
-            values = change if isinstance(change, list | tuple) else [] if change is None else [change]
-            pairs += [(name, str(value)) for value in values]
-        return f"{path}?{urlencode(pairs)}"
+        changed = [(name, change) for name, change in changes.items() if change is not None]
+        return f"{path}?{urlencode([*pairs, *changed], doseq=True)}"
 
 
 def parse(address: str) -> Query:
