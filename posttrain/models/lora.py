@@ -244,7 +244,8 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = 
     name_base(folder, str(base_of(model).name_or_path))
     config: Any = model.peft_config["default"]
     written = copy.copy(config)
-    if _is_subtracted(model):
+    start = getattr(model.peft_config.get(START), "init_lora_weights", "")
+    if str(start).startswith(("pissa", "olora")):  # subtracted from the base (`set_start`)
         state_dict = _with_start(model.state_dict() if state_dict is None else state_dict)
         written.r, written.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
     # With rows that are trained, the others are those of the base.
@@ -255,11 +256,6 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = 
         model.save_pretrained(str(folder), state_dict=state_dict, **how)
     finally:
         model.peft_config["default"] = config
-
-
-def _is_subtracted(adapted: PeftModel) -> bool:
-    """Whether START was subtracted from the base (`set_start`)."""
-    return str(getattr(adapted.peft_config.get(START), "init_lora_weights", "")).startswith(("pissa", "olora"))
 
 
 def _with_start(state: dict[str, Tensor]) -> dict[str, Tensor]:
