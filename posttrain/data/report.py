@@ -127,8 +127,7 @@ class Report(Counts):
     def _counts(self) -> list[str]:
         counts = {what: getattr(self, name) for name, what in WORDS["findings"].items()}
         counts["malformed, dropped"] = len(self.malformed)
-        shares = {what: f" ({count / self.read:.0%})" for what, count in counts.items() if count and count >= 0.01 * self.read}
-        return [f"{counted(count, 'row')}{shares.get(what, '')} {what}" for what, count in counts.items() if count]
+        return [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for what, count in counts.items() if count]
 
     def _notes(self) -> list[str]:
         return [*self._unread(), *self.warnings, *self.notes]
@@ -154,6 +153,10 @@ def _lost(name: str) -> str:
     if name.startswith("variable "):
         return f"read the {name} of chat_template_kwargs"
     return WORDS["lost"].get(name, f"write what the {name} says")
+
+
+def _share(count: int, of: int) -> str:
+    return f" ({count / of:.0%})" if count >= 0.01 * of else ""
 
 
 def list_malformed(malformed: Iterable[Malformed]) -> str:

@@ -8,7 +8,6 @@ LM heads, reward heads, embeddings and norms keep their own precision.
 
 import copy
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
@@ -75,7 +74,7 @@ def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> P
     if to == "int8":
         check_int8(original.device)
     layers = linear_layers(original)
-    chosen = {name for name, layer in layers.items() if to == "int8" or not np.mod(weight_of(layer).shape, (ROWS, COLUMNS)).any()}
+    chosen = {name for name, layer in layers.items() if to == "int8" or _fits_4bit(layer)}
     if not chosen:
         shapes = f"; 4 bits need multiples of {ROWS} outputs and {COLUMNS} inputs: use int8" if layers else ""
         raise ModelError(f"{type(original).__name__} has no linear layer that can be quantised{shapes}")
@@ -109,6 +108,11 @@ def nf4(dtype: torch.dtype, kept: list[str] | None = None) -> BitsAndBytesConfig
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=kept,
     )
+
+
+def _fits_4bit(layer: nn.Module) -> bool:
+    rows, columns = weight_of(layer).shape
+    return rows % ROWS == 0 and columns % COLUMNS == 0
 
 
 def _quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
