@@ -7,6 +7,7 @@ folder, moved aside while it is replaced). OSErrors of the operating system are 
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -94,6 +95,12 @@ def settings_folders() -> list[Path]:
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 # A name made by `beside` ends with a process id and six digits. A shorter number or a date was written by a user.
 MADE_HERE = re.compile(r".+-(?!(19|20)\d{6}$)\d{7,}")
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def put_file(path: Path, data: str | bytes) -> None:

@@ -42,7 +42,9 @@ def starter(method: str, everything: bool = False) -> str:
         best = "eval_reward" if class_of(method).samples_completions else "eval_loss"
         values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": best}
     single = [s for s in all_settings() if not s.group or s.default is None]  # of a group that is on, its settings
-    wanted = [s for s in single if (reads(method, s) if everything else _usual(method, s))]
+    wanted = [s for s in single if reads(method, s) and (everything or s.path in STARTER)]
+    if not everything and not class_of(method).samples_completions:
+        wanted = [s for s in wanted if not s.path.startswith(("rewards", "rollout."))]
     article = "an" if method in ("sft", "orpo", "ipo") else "a"
     lines = [
         f"# Settings of {article} {method} run. Start it:  posttrain train FILE",
@@ -79,11 +81,6 @@ def reads(method: str, setting: Setting) -> bool:
     if setting.path.startswith(("rewards", "rollout.")) and class_of(method).head == "reward":
         return False  # a reward model generates no completions
     return not setting.methods or class_of(method).name() in setting.methods
-
-
-def _usual(method: str, setting: Setting) -> bool:
-    online = setting.path.startswith(("rewards", "rollout."))
-    return setting.path in STARTER and reads(method, setting) and (class_of(method).samples_completions or not online)
 
 
 def entry_models(setting: Setting) -> list[type[BaseModel]]:

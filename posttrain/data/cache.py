@@ -20,9 +20,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
-from posttrain.base.files import LEFTOVER, put_folder, take_away
+from posttrain.base.files import LEFTOVER, put_folder, sha256_of, take_away
 from posttrain.data.report import Reading
-from posttrain.data.streams import sha256_of
 
 logger = logging.getLogger(__name__)
 

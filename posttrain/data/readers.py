@@ -59,8 +59,7 @@ def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
 
 def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
     """The reader for a file's suffix, ignoring `.gz`. Raises DataError for an unknown suffix."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-    suffix = suffixes[-1] if suffixes else ""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix not in READERS:
         raise DataError(
             f"{path} is not a data file: its name must end in {', '.join(READERS)}, or in one of these and .gz"

@@ -156,19 +156,16 @@ def _with_arguments(job: RenderRequest, probe: Any = None) -> RenderRequest:
             return call
         if call.get("function"):
             return {**call, "function": changed(call["function"])}
-        return {**call, "arguments": probe or _as_text(call.get("arguments"))}
+        given = call.get("arguments")
+        if not probe and not isinstance(given, str):
+            given = given.text if isinstance(given, Arguments) else json.dumps(given, ensure_ascii=False)
+        return {**call, "arguments": probe or given}
 
     messages = [
         {**m, "tool_calls": [*map(changed, m["tool_calls"])]} if isinstance(m.get("tool_calls"), list) else m
         for m in job.messages
     ]
     return replace(job, messages=messages)
-
-
-def _as_text(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        return arguments
-    return arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
 
 
 _idle: HelperPool[Process] = HelperPool()

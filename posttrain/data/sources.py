@@ -20,14 +20,13 @@ from huggingface_hub import errors as hub
 
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
-from posttrain.base.files import near, path_of, put_folder, settle
+from posttrain.base.files import near, path_of, put_folder, settle, sha256_of
 from posttrain.base.functions import GIVEN
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.config.schema.datasets import KnownSet, known_set, known_sets
 from posttrain.config.schema.types import is_own
 from posttrain.data.given import Given, given_rows, own_rows
 from posttrain.data.readers import READERS, Record, read_files
-from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 against decompression bombs."""
 
 import gzip
-import hashlib
 import io
 import json
 from collections import Counter
@@ -56,12 +55,6 @@ class Unpacked(io.RawIOBase):
         self.content.close()
         self.packed.close()
         super().close()
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, not unpacked."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def unpacked(path: Path) -> io.BufferedReader:

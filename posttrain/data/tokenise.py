@@ -224,11 +224,11 @@ class Tokeniser:
         read = self._read(rows, self.writer.documents(rows), plain=True)
         return _each(read, lambda item: Trained(item.whole.ids, ((0, len(item.whole.ids)),), 0))
 
-    def _read(self, rows: Sequence[Row], texts: Texts, plain: bool | None = None) -> list[_Read | RowError]:
-        """The tokens of each text and of its prompt."""
+    def _read(self, rows: Sequence[Row], texts: Texts, plain: bool = False) -> list[_Read | RowError]:
+        """The tokens of each text and of its prompt; without a renderer, all texts are `plain`."""
         self.writer.count(rows, texts)
         strings = [string for text in texts if isinstance(text, RowText) for string in (text.prompt, text.whole)]
-        encoded = iter(self._encode(strings, self.renderer is None if plain is None else plain))
+        encoded = iter(self._encode(strings, plain or self.renderer is None))
         return [text if isinstance(text, RowError) else _Read(next(encoded), next(encoded)) for text in texts]
 
     def _encode(self, texts: Sequence[str], plain: bool) -> list[_Encoded]:

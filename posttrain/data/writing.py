@@ -135,7 +135,7 @@ class RowWriter:
     def assistants(self, rows: Sequence[Row], texts: Texts) -> list[list[Span]]:
         """The character spans of the assistant's turns, in rows that are trained on these turns: as the template marks
         them with `{% generation %}`, or as located by rendering."""
-        trained = [self._finds_turns(row) for row in rows]
+        trained = [self.assistant_only_loss or row.train_history for row in rows]
         if not any(trained):
             return [[] for _ in rows]
         if not self.tokenizer.is_fast:
@@ -235,11 +235,9 @@ class RowWriter:
             return RowError("begins with an assistant turn, whose opening is only known after another turn")
         return _error(done)
 
-    def _finds_turns(self, row: Row) -> bool:
-        return self.assistant_only_loss or row.train_history
-
     def _job(self, row: Row, messages: Turns) -> RenderRequest:
-        return RenderRequest(messages, row.tools, spans=self.marked and self._finds_turns(row), variables=row.variables)
+        spans = self.marked and (self.assistant_only_loss or row.train_history)
+        return RenderRequest(messages, row.tools, spans=spans, variables=row.variables)
 
 
 def _good(texts: Texts) -> list[tuple[int, RowText]]:

@@ -19,7 +19,7 @@ from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
 from posttrain.engines.protocol import Completion, Engine, Finished, Request, Sampling, StopTexts, checked_requests
 from posttrain.engines.turns import Conversing, Follow, Turn
-from posttrain.models.families import base_of, check_positions, head_layer, is_packed, is_recurrent, trains_rows
+from posttrain.models.families import FAMILIES, UNKNOWN, base_of, check_positions, head_layer, is_packed, trains_rows
 from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # maximum number of live completions; more are hardly faster
@@ -135,7 +135,7 @@ def refuse_unsupported(base: PreTrainedModel) -> None:
             f"the embedded engine needs packed attention, but this {base.config.model_type} has "
             f"{base.config._attn_implementation}: set rollout.engine: transformers"
         )
-    if is_recurrent(base):
+    if FAMILIES.get(base.config.model_type, UNKNOWN).recurrent:
         raise ModelError(
             f"the embedded engine caches only keys and values, but layers of this {base.config.model_type} have a "
             "recurrent state: set rollout.engine: transformers"

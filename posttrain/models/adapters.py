@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from posttrain.base.errors import WeightsError
+from posttrain.base.files import sha256_of
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models.families import base_of, eos_token_ids, set_eos_token_ids
 from posttrain.models.files import adapter_config, adapter_stops, check_adapter_weights, clear_errors, read_json, some
@@ -159,10 +160,7 @@ def _check_base(adapter: Path, base: str) -> None:
     facts = read_json(file, str(adapter))
     if not folder.is_dir():
         folder = Path(str(cached_file(base, "config.json"))).parent
-    hashes = {}
-    for path in folder.glob("*.safetensors"):
-        with open(path, "rb") as content:
-            hashes[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    hashes = {path.name: sha256_of(path) for path in folder.glob("*.safetensors")}
     if not isinstance(facts, dict) or facts.get("sha256") != _hash_of(hashes):
         raise WeightsError(
             f"model {adapter}: was trained on weights that differ from those of {base} (SHA-256 in {BASE_WEIGHTS}): "

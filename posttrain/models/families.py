@@ -79,11 +79,6 @@ def is_packed(base: PreTrainedModel) -> bool:
     return base.config._attn_implementation == PACKED
 
 
-def is_recurrent(base: PreTrainedModel) -> bool:
-    """Whether some layers have a recurrent state instead of keys and values."""
-    return FAMILIES.get(base.config.model_type, UNKNOWN).recurrent
-
-
 def eos_token_ids(model: PreTrainedModel) -> list[int]:
     """Return the stop tokens in the model's generation_config.json."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a classifier has no such config

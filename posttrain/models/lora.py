@@ -19,10 +19,11 @@ from posttrain.base.errors import DamagedError, ModelError
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.models.adapters import START, attach, name_base
-from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
+from posttrain.models.families import FAMILIES, UNKNOWN, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
 from posttrain.models.quantised import CLASSES, weight_of
+from posttrain.models.quantised import linear_layers as layers_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -244,7 +245,8 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = 
     name_base(folder, str(base_of(model).name_or_path))
     config: Any = model.peft_config["default"]
     written = copy.copy(config)
-    if _is_subtracted(model):
+    start = getattr(model.peft_config.get(START), "init_lora_weights", "")
+    if str(start).startswith(("pissa", "olora")):  # subtracted from the base (`set_start`)
         state_dict = _with_start(model.state_dict() if state_dict is None else state_dict)
         written.r, written.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
     # With rows that are trained, the others are those of the base.
@@ -255,11 +257,6 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = 
         model.save_pretrained(str(folder), state_dict=state_dict, **how)
     finally:
         model.peft_config["default"] = config
-
-
-def _is_subtracted(adapted: PeftModel) -> bool:
-    """Whether START was subtracted from the base (`set_start`)."""
-    return str(getattr(adapted.peft_config.get(START), "init_lora_weights", "")).startswith(("pissa", "olora"))
 
 
 def _with_start(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -308,15 +305,11 @@ def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last component of the names of the backbone's linear layers."""
-    modules = backbone_of(model).named_modules()
-    layers = {name.rsplit(".", 1)[-1] for name, m in modules if isinstance(m, nn.Linear | Conv1D)}
-    return sorted(layers - {*routers(model)})
+    return sorted({name.rpartition(".")[2] for name in layers_of(model)} - {*routers(model)})
 
 
 def routers(model: nn.Module) -> list[str]:
     """Return the last component of the names of the linear layers that route tokens to experts (Phi-MoE): they return
     several tensors, to which PEFT cannot add an adapter's."""
-    modules = model.named_modules()
-    return sorted(
-        {n.rsplit(".", 1)[-1] for n, m in modules if isinstance(m, nn.Linear) and "Router" in type(m).__name__}
-    )
+    found = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and "Router" in type(m).__name__)
+    return sorted({name.rpartition(".")[2] for name in found})

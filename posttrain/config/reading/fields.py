@@ -45,7 +45,7 @@ class Setting:
     @property
     def switch(self) -> bool:
         """Whether the setting may be `true` or `false`."""
-        return bool in options(self.annotation) or OnOff in marks(self.annotation)
+        return bool in options(self.annotation) or OnOff in getattr(self.annotation, "__metadata__", ())
 
 
 def all_settings() -> list[Setting]:
@@ -88,11 +88,6 @@ def settings_in(model: type[BaseModel], prefix: str, method: str = "") -> Iterat
 def full(info: FieldInfo) -> Any:
     """A field's annotation with the constraints that pydantic split off."""
     return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-
-
-def marks(annotation: Any) -> tuple[Any, ...]:
-    """The metadata of an annotation: constraints and OnOff."""
-    return get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
 
 
 def options(annotation: Any, value: Any = None) -> list[Any]:

@@ -59,17 +59,16 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Shared:
     differing = [item for item in both if len({answer.prompt for answer in answers[item]}) > 1]
     golds = {item: {answer.gold for answer in answers[item]} for item in differing}
     other_rows = any(len(several - {None}) > 1 for several in golds.values())
-    strange = [] if by_id else [item for item in differing if other_rows or None in golds[item]]
+    strange = set() if by_id else {item for item in differing if other_rows or None in golds[item]}
     counts = {
         "another question under the same id": len(strange),
         "only in A": len(a) - len(both),
         "only in B": len(b) - len(both),
     }
-    dropped = set(strange)
     return Shared(
-        [item for item in both if item not in dropped],
+        [item for item in both if item not in strange],
         {reason: count for reason, count in counts.items() if count},
-        [item for item in differing if item not in dropped],
+        [item for item in differing if item not in strange],
     )
 
 

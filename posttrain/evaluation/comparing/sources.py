@@ -296,23 +296,19 @@ def make_sides(named: Sequence[tuple[str | None, Source]]) -> list[Side]:
     If this would give a single side, every source is a side, so that two seeds of one method can be compared, too.
     Raises RunError if fewer than two sides are left.
     """
-    groups: dict[tuple[str, object], list[Source]] = {}
+    seeds = by_key((source.settings, source.seed) for name, source in named if name is None)
+    # A seed that occurs twice: checkpoints or steps of one run.
+    alike = {settings for settings, each in seeds.items() if None not in each and len({*each}) == len(each)} - {None}
+    keys: list[tuple[str, object]] = []
     for number, (name, source) in enumerate(named):
-        seeded = source.settings is not None and source.seed is not None
-        alike = ("settings", source.settings) if seeded else ("source", number)
-        groups.setdefault(("name", name) if name is not None else alike, []).append(source)
-    for key, sources in list(groups.items()):
-        seeds = [source.seed for source in sources]
-        if key[0] == "settings" and len(set(seeds)) < len(seeds):  # checkpoints or steps of one run
-            del groups[key]
-            groups |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
-    if len(groups) == 1 and named[0][0] is None:
-        groups = {("source", number): [source] for number, (_, source) in enumerate(named)}
+        own = ("settings", source.settings) if source.settings in alike else ("source", number)
+        keys.append(own if name is None else ("name", name))
+    if len({*keys}) == 1 and named[0][0] is None:
+        keys = [("source", number) for number in range(len(named))]
+    groups = by_key(zip(keys, (source for _, source in named), strict=True))
     if len(groups) < 2:
         raise RunError(f"there is only one side, {named[0][0]}: name at least two, such as a=RUN b=RUN")
-    order = {id(source): number for number, (_, source) in enumerate(named)}
-    sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in groups.items()]
-    return _distinct(sorted(sides, key=lambda side: order[id(side.sources[0])]))
+    return _distinct([Side(_side_name(key, sources), tuple(sources)) for key, sources in groups.items()])
 
 
 def _side_name(key: tuple[str, object], sources: Sequence[Source]) -> str:
