@@ -1,6 +1,7 @@
 """Loading settings: precedence, inheritance, short forms, and saved settings that load back."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -565,3 +566,30 @@ def test_early_stopping_alone_watches_the_main_metric(method, watched):
     config = load(None, [*settings, "checkpoint.early_stopping_patience=2"]).config
     assert config.best_metric == f"eval_{watched}" and watched == (*of_method(method), "loss")[0]
     assert load(None, settings).config.best_metric == ("eval_accuracy" if method == "reward" else None)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "message"),
+    [
+        ({}, {"training": {"loraplus_lr_ratio": 16}}, "loraplus_lr_ratio is for LoRA's matrices"),
+        (
+            {"lora": True},
+            {"training": {"loraplus_lr_ratio": 16, "optimizer": "muon"}},
+            "loraplus_lr_ratio cannot be combined with optimizer: muon",
+        ),
+        ({"dtype": "float16"}, {"devices": {"strategy": "fsdp"}}, "strategy is fsdp, which cannot scale"),
+        (
+            {"dtype": "float16"},
+            {"training": {"optimizer": "adamw_cpu_offload"}},
+            "is adamw_cpu_offload, which cannot scale",
+        ),
+        ({}, {"training": {"ema_decay": 1.0}}, "ema_decay"),
+        ({}, {"training": {"ema_decay": 0}}, "ema_decay"),
+    ],
+)
+def test_training_that_a_model_or_its_dtype_cannot_have(model, sections, message, tmp_path):
+    file = tmp_path / "a.json"
+    rest = {"method": "sft", "data": {"source": "rows.jsonl"}}
+    file.write_text(json.dumps({"model": {"path": "gpt2", **model}} | rest | sections))
+    with pytest.raises(ConfigError, match=message):
+        load(file)

@@ -297,7 +297,7 @@ def test_a_card_without_bfloat16_is_told_what_to_use(capability, built, state, f
     facts = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
     for name, value in {
         "get_device_properties": facts, "mem_get_info": (1 << 30, 1 << 34), "device_count": 1,
-        "get_device_capability": capability, "get_arch_list": built,
+        "is_available": True, "get_device_capability": capability, "get_arch_list": built,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     for name in ("_product", "_repeatable", "_driver"):

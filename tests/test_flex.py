@@ -98,7 +98,7 @@ def test_where_it_suits(monkeypatch):
 @pytest.mark.parametrize(("capability", "suits"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_cards_without_bfloat16_have_no_kernels(capability, suits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(attention.shutil, "which", lambda name: "/usr/bin/cc")
     assert attention.suits_flex(query(torch.float16), 0.0) == suits

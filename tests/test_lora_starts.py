@@ -11,14 +11,19 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_adapters import losses, settings, train
+from test_online import lines
+from test_online import train as train_online
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from posttrain.base.errors import ConfigError, ModelError
+from posttrain.batch import Example, Node, pack
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
 from posttrain.models.load import load_model
 from posttrain.models.lora import add_lora, as_begun, load_lora, save, set_start
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import count, estimate
 
 CPU = torch.device("cpu")
 IDS = torch.arange(5, 60)[None]
@@ -183,3 +188,26 @@ def test_loftq_approximates_what_4_bits_lost(shared, scratch_model, tmp_path):
     train(file, "model.lora.init=loftq", "checkpoint.save_total_limit=null", resume=True)
     again = load_file(folder / "final/adapter_model.safetensors")
     assert losses(folder) == first and all(torch.equal(again[name], tensor) for name, tensor in final.items())
+
+
+def test_kl_to_the_start_is_0_and_the_engine_samples_from_it(sums_home, tmp_path):
+    """GRPO: in the first of two updates; the engine's own check compares it with the trainer's log-probabilities."""
+    lora = {"r": 4, "dropout": 0.0, "init": "olora"}
+    model = {"path": str(sums_home / "model"), "lora": lora}
+    run = train_online(sums_home, tmp_path, {"beta": 0.1}, model=model)
+    steps = [line for line in lines(run) if "loss" in line]
+    print([(line["kl"], line["grad_norm"]) for line in steps])
+    assert steps[0]["kl"] == 0.0 and steps[1]["kl"] > 0 and steps[0]["grad_norm"] > 0
+
+
+def test_the_plan_counts_the_start_and_the_average(shared, scratch_model, tmp_path):
+    file = settings(shared, scratch_model, tmp_path)
+    batch = pack([Example((Node(range(20), trained=True),), row=0)], 64)
+    found = []
+    for overrides in ([], ["model.lora.init=pissa"], ["training.ema_decay=0.9"]):
+        config = load(file, overrides).config
+        empty = empty_model(config, config.models[0])
+        found.append((estimate(config, config.models[0], empty, batch, CPU), count(empty)[1]))
+    (plain, trained), (started, _), (averaged, _) = found
+    assert started.resting - plain.resting == started.parts["adapter's start"] == 4 * trained
+    assert averaged.parts["optimizer"] - plain.parts["optimizer"] == 4 * trained

@@ -198,7 +198,7 @@ def _by_node(query, key, value, packed, how):
 
 def _sdpa(q, k, v, mask, how):
     grouped = k.shape[1] != q.shape[1]
-    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32 or lacks_bfloat16(q.device)):
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32 or lacks_bfloat16()):
         # These cases need the memory-efficient kernel, which lacks grouped heads: without copies of the heads, torch
         # would compute the full matrix of scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -242,7 +242,7 @@ def suits_flex(query: Tensor, dropout: float) -> bool:
 @functools.cache
 def lacking_for_triton() -> str | None:
     """Return what is missing to compile kernels for a GPU, or None if nothing is missing."""
-    if torch.cuda.is_available() and lacks_bfloat16():
+    if lacks_bfloat16():
         return "this GPU's compute capability is below 8.0"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"

@@ -110,6 +110,7 @@ OLD_CARD = (
 
 
 @functools.cache
-def lacks_bfloat16(device: torch.device | str = "cuda") -> bool:
-    """Whether a GPU computes bfloat16 only by emulation: compute capability below 8.0, such as T4's and V100's."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+def lacks_bfloat16() -> bool:
+    """Whether this machine's GPU only emulates bfloat16: compute capability below 8.0, such as T4's and V100's."""
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability() < (8, 0)

@@ -148,7 +148,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     table.add_row("device", f"{target.name or device}, {str(dtype).removeprefix('torch.')}{shared}")
     if device.type == "cpu" and (hint := DTYPE_HINTS.get((dtype, multiplies_bfloat16()))):
         table.add_row("", hint)
-    is_old = lacks_bfloat16(device) if target.name is None and device.type == "cuda" else target.name in OLD_CARDS
+    is_old = target.name in OLD_CARDS or (target.name is None and device.type == "cuda" and lacks_bfloat16())
     if is_old and dtype == torch.bfloat16:
         table.add_row("", f"this GPU {OLD_CARD}")
     table.add_row("parameters", f"{total:,}, {trained:,} of them trained ({trained / total:.1%})")

@@ -74,7 +74,7 @@ class RunConfig(Settings):
             if model.dtype == "float16" and self.devices.strategy == "fsdp":
                 yield "devices.strategy", "is fsdp, which cannot scale the losses of float16: set ddp"
             if model.dtype == "float16" and self.training.optimizer == "adamw_cpu_offload":
-                yield "training.optimizer", "cannot scale the losses of float16 in CPU memory: set adamw_8bit"
+                yield "training.optimizer", "is adamw_cpu_offload, which cannot scale float16's losses: set adamw_8bit"
             yield from self._check_trained_ends(index, model)
         if self.training.loraplus_lr_ratio != 1 and any(model.lora is None for model in self.models):
             yield "training.loraplus_lr_ratio", "is for LoRA's matrices, but a model trains all weights: set model.lora"
