@@ -54,6 +54,7 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
     }
     kinds["distill"].pop("rewards")
     sdpo = {"use_successful_as_teacher": True, "success_reward_threshold": -0.3, "teacher_model_kind": "live"}
+    sdpo["teacher_prompt_template"] = "{prompt}{privileged_context}"
     kinds["sdpo"] = {**online, "method": {"type": "distill", "num_generations": 4, **sdpo}}
     exact = {"importance_sampling_cap": None}  # of the engine, whose rounding depends on the rows beside
     kinds["double-coupled"] = kinds["coupled"]
