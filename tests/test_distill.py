@@ -25,6 +25,7 @@ from posttrain.config import load
 from posttrain.config.schema.distill import SDFT_TEMPLATE
 from posttrain.data.prepare import teacher_prompts
 from posttrain.distillation import DIVERGENCES, Head, Top, compare_distributions, divergence_of
+from posttrain.inspection.losslab import losses
 from posttrain.planning.estimate import holds_reference
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
@@ -531,6 +532,13 @@ def test_a_step_in_which_no_or_every_completion_is_successful(tmp_path, student,
     assert shares(folder) == [(share, share)] * 2
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (student, folder / "final"))
     assert all(torch.equal(before[name], after[name]) for name in before) == (share == 0)
+
+
+def test_the_loss_lab_has_the_loss_of_a_step_of_self_distillation(tmp_path, student):
+    folder = train(tmp_path, student, SDPO, **successes(tmp_path, SOME), **TWO_STEPS)
+    line, [own, *others] = lines(folder)[1], losses(folder, 2).rows
+    assert own.loss == pytest.approx(line["loss"], rel=1e-5) and own.norm == pytest.approx(line["grad_norm"], rel=1e-5)
+    assert [other.variant.name for other in others] == ["forward_kl", "jsd"]
 
 
 def test_a_successful_completion_that_leaves_no_room_is_counted(tmp_path, student):
