@@ -3,7 +3,7 @@
     sums, 4 updates   the sums of benchmarks/sums.py; four updates per rollout, so that ratios differ from 1
     sums, stale       one update per rollout, but the engine has the weights of some steps ago (benchmarks/mismatch.py)
     sums, 8 bits      the engine has the weights of layers rounded to 8 bits; also 4 bits
-    SFT               the SFT of `make learn` with fewer demonstrations, each seen twice
+    SFT               600 more demonstrations, each seen five times, for a model that SFT has taught some sums
 
 Budgets are small, because variants that all reach 95 % in the end cannot be told apart: the measure of the sums is the
 mean of the held-out accuracies during the run. Every variant is compared with the first case of its task, seed by seed,
@@ -34,41 +34,47 @@ from benchmarks import learn, mismatch, sums
 from benchmarks.common import put_table
 from benchmarks.learn_online import LINEAR, QUIET, right_answers, train
 from benchmarks.trials import save_trials
+from posttrain.data import arithmetic_problems
 from posttrain.evaluation.statistics import paired_difference
 from posttrain.quickstart import Size, settings_files, write_bare_demonstrations
 from posttrain.quickstart.model import make_model
 from posttrain.runs.atomic import write_file
-from posttrain.runs.files import load_json
+from posttrain.runs.files import load_json, save_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn_variants.json", ROOT / "docs/learning.md"
 SEEDS = (0, 1, 2)
-SIZE = Size(worked=3000, bare=1000, sft_steps=400, held_out=400)
+SIZE = Size(worked=6000, bare=2000, sft_steps=800, held_out=400)  # the SFT that the cases of SFT begin from
+FEW = 600
 STALE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A variant. `method` and `training` are settings; `beside` names the case that it is compared with."""
+    """A variant. `method`, `training` and `model` are settings; `beside` names the case that it is compared with."""
 
     task: str
     label: str
     method: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
     beside: str | None = None
 
 
 UPDATES = {"batch_size": 16, "max_steps": 24, "learning_rate": 2e-3, **LINEAR}
 ONE = {"batch_size": 32, "max_steps": 48, "learning_rate": 3e-3, **LINEAR}
+TUNED = {"max_steps": 5 * FEW // 20, "learning_rate": 5e-4}  # batches of 20, as in the SFT before
+ADAPTED = {"learning_rate": 2e-3}
+LORA = {"lora.r": 16, "lora.target_modules": "all-linear"}
 
 
 def _updates(label: str, beside: str | None = "grpo", **method: Any) -> Case:
-    return Case("sums, 4 updates", label, {"num_iterations": 4} | method, UPDATES, beside)
+    return Case("sums, 4 updates", label, {"num_iterations": 4} | method, UPDATES, beside=beside)
 
 
 def _sampled(task: str, label: str, sampling: Mapping[str, Any] | None = None, **method: Any) -> Case:
     beside = None if label == "no correction" else f"{task}: no correction"
-    return Case(f"sums, {task}", label, {"importance_sampling": sampling} | method, ONE, beside)
+    return Case(f"sums, {task}", label, {"importance_sampling": sampling} | method, ONE, beside=beside)
 
 
 ICEPOP = {"mode": "token_mask", "clip_max": 5.0, "clip_min": 0.5}
@@ -104,18 +110,27 @@ CASES = {
         )
         if task == "stale" or case.label in ("no correction", "token_truncate", "IcePop")
     },
-    "sft": Case("SFT", "AdamW, NLL"),
-    "dft": Case("SFT", "`loss_type: dft`", {"loss_type": "dft"}, beside="sft"),
-    "neftune": Case("SFT", "`neftune_noise_alpha: 5`", {"neftune_noise_alpha": 5.0}, beside="sft"),
-    "muon": Case("SFT", "`optimizer: muon`", training={"optimizer": "muon"}, beside="sft"),
-    # A start of adapters needs a baseline with plain LoRA here, and a task that begins from a trained model.
+    "sft": Case("SFT", "AdamW, NLL", training=TUNED),
+    "dft": Case("SFT", "`loss_type: dft`", {"loss_type": "dft"}, TUNED, beside="sft"),
+    "neftune": Case("SFT", "`neftune_noise_alpha: 5`", {"neftune_noise_alpha": 5.0}, TUNED, beside="sft"),
+    "muon": Case("SFT", "`optimizer: muon`", training=TUNED | {"optimizer": "muon"}, beside="sft"),
+    "lora": Case("SFT", "`lora.r: 16`", training=TUNED | ADAPTED, model=LORA, beside="sft"),
+    "pissa": Case("SFT", "`lora.init: pissa`", training=TUNED | ADAPTED, model=LORA | {"lora.init": "pissa"}, beside="lora"),
 }  # fmt: skip
-SETTINGS = {name: json.loads(json.dumps(asdict(case))) for name, case in CASES.items()}
 ENGINES = {
     "sums, stale": (mismatch.old, STALE),
     "sums, 8 bits": (mismatch.rounded, 8),
     "sums, 4 bits": (mismatch.rounded, 4),
 }
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    """What a case's results depend on, as JSON has it."""
+    more = {**asdict(SIZE), "few": FEW} if case.task == "SFT" else ENGINES.get(case.task, (None, None))[1]
+    return {key: value for key, value in asdict(case).items() if key not in ("label", "beside")} | {"more": more}
+
+
+SETTINGS = {name: json.loads(json.dumps(_settings(case))) for name, case in CASES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +141,6 @@ class Trial:
     seed: int
     during: float | None  # sums: the mean of the accuracies of the evaluations after the start
     final: float  # share of right answers of the trained model, sampled at temperature 1
-    loss: float | None  # SFT: negative log-likelihood per token of held-out solutions
     sample_size: float | None  # sums: the effective share of the sampled tokens, mean over steps; 1: no mismatch
     seconds: float
 
@@ -134,17 +148,26 @@ class Trial:
 # --- a trial ----------------------------------------------------------------------------------------------------------
 
 
-def make_task(home: Path, seed: int) -> None:
-    """Write what all trials of a seed start from: the model that adds badly, and the data and random model of SFT."""
+def make_sums(home: Path, seed: int) -> None:
+    """Write what the trials of sums start from: the model that adds badly, and the problems."""
     torch.set_num_threads(1)
     sums.make(home / "sums", seed)
+
+
+def make_sft(home: Path, seed: int) -> None:
+    """Write what the trials of SFT start from: the model that SFT has taught some sums, and more demonstrations."""
     make_model(home / "model", seed)
     write_bare_demonstrations(home, SIZE, seed)
     write_file(home / "sft.yaml", settings_files(home, seed, SIZE)["sft"])
+    save_rows(home / "few.jsonl", list(arithmetic_problems("train", FEW, seed + 3)))
+    learn.train(home / "sft.yaml", ["name=base", *UNMEASURED])
+
+
+UNMEASURED = ["data.validation=null", "evaluation.eval_steps=-1"]
 
 
 def trial(home: Path, folder: Path, name: str, seed: int, steps: int | None = None) -> Trial:
-    """Train and measure a case. `folder` is in `home`, which has the files of `make_task`. `steps`: not the case's."""
+    """Train and measure a case, in a folder of `home`, which has the files to start from. `steps`: not the case's."""
     torch.set_num_threads(1)
     run = _sft if CASES[name].task == "SFT" else _sums
     return run(home, folder, name, seed, steps)
@@ -170,7 +193,7 @@ def _sums(home: Path, folder: Path, name: str, seed: int, steps: int | None) -> 
     during = [line["eval_reward"] for line in metrics if "eval_reward" in line and line["step"] > 0]
     sizes = [line["sampling/effective_sample_size"] for line in metrics if "sampling/effective_sample_size" in line]
     seconds = time.perf_counter() - began
-    return Trial(name, seed, fmean(during), results["final"]["eval_reward"], None, fmean(sizes), seconds)
+    return Trial(name, seed, fmean(during), results["final"]["eval_reward"], fmean(sizes), seconds)
 
 
 def _engine(task: str) -> AbstractContextManager[None]:
@@ -182,13 +205,16 @@ def _engine(task: str) -> AbstractContextManager[None]:
 
 def _sft(home: Path, folder: Path, name: str, seed: int, steps: int | None) -> Trial:
     began, case = time.perf_counter(), CASES[name]
-    settings = [f"method.{key}={value}" for key, value in case.method.items()]
-    settings += [f"training.{key}={value}" for key, value in case.training.items()]
-    settings += [f"name={folder.name}", f"output_dir={home}", "evaluation.eval_steps=1000000", *learn.HELD_OUT]
+    settings = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section in ("method", "training", "model")
+        for key, value in getattr(case, section).items()
+    ]
+    settings += [f"name={folder.name}", f"model.path={home / 'base/final'}", f"data.source={home / 'few.jsonl'}"]
     settings += [f"training.max_steps={steps}"] if steps else []
-    results = learn.train(home / "sft.yaml", settings)
-    found = learn.measured(home, seed, name, "true", folder / "final", results["final"], began)
-    return Trial(name, seed, None, found.right, found.loss, None, found.seconds)
+    learn.train(home / "sft.yaml", [*UNMEASURED, *settings])
+    found = learn.measured(home, seed, name, "true", folder / "final", {}, began)
+    return Trial(name, seed, None, found.right, None, found.seconds)
 
 
 # --- all trials -------------------------------------------------------------------------------------------------------
@@ -205,9 +231,9 @@ def kept() -> list[Trial]:
 
 def run_all(folder: Path, todo: Sequence[tuple[str, int]], done: list[Trial], jobs: int) -> list[Trial]:
     """Run the trials that are to do, and save all after each."""
-    seeds = dict.fromkeys(seed for _, seed in todo)
+    needed = dict.fromkeys((seed, make_sft if CASES[name].task == "SFT" else make_sums) for name, seed in todo)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        made = [pool.submit(make_task, folder / str(seed), seed) for seed in seeds]
+        made = [pool.submit(make, folder / str(seed), seed) for seed, make in needed]
         for one in made:
             one.result()
         running = [
@@ -236,13 +262,13 @@ def table(trials: Sequence[Trial]) -> str:
     for name, case in CASES.items():
         mine = [trial for trial in trials if trial.name == name]
         if not mine:
+            lines.append(f"| {case.task} | {case.label} | not run | | | | |")
             continue
         by_seed = " · ".join(f"{measure(trial):.1%}" for trial in mine)
         few = "" if len(mine) == len(SEEDS) else f" ({len(mine)} of {len(SEEDS)} seeds)"
         sizes = [trial.sample_size for trial in mine if trial.sample_size is not None]
         size = f"{fmean(sizes):.3f}" if sizes else ""
-        losses = [trial.loss for trial in mine if trial.loss is not None]
-        final = f"loss {fmean(losses):.3f}" if losses else f"{fmean(trial.final for trial in mine):.1%}"
+        final = f"{fmean(trial.final for trial in mine):.1%}"
         difference = " | ".join(compared(name, trials))
         lines.append(f"| {case.task} | {case.label} | {by_seed}{few} | {difference} | {final} | {size} |")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from posttrain.base.files import path_of
 from posttrain.base.words import counted
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.quickstart import Size
+from posttrain.runs.files import load_json
 
 ONE_STEP = """
 import json, sys
@@ -104,11 +105,21 @@ def test_the_online_benchmark_measures_a_step(scratch_model, tmp_path):
 # --- learn_variants ---------------------------------------------------------------------------------------------------
 
 
+def test_the_page_has_the_results_of_the_variants():
+    """Its table is that of the results, which are those of the cases as they are now, each with its baseline."""
+    trials = variants.kept()
+    assert len(trials) == len(load_json(variants.RESULTS)["trials"]), "a case was changed: run `make learn-variants`"
+    page = variants.PAGE.read_text(encoding="utf-8")
+    assert f"<!-- variants -->\n{variants.table(trials)}\n<!-- end -->" in page
+    ran = {(trial.name, trial.seed) for trial in trials}
+    assert all((case.beside, seed) in ran for name, seed in ran if (case := variants.CASES[name]).beside is not None)
+
+
 def test_variants_are_compared_by_seed():
     """Differences of 9, 10 and 11 points: 10 ± t(2) · 1 / sqrt(3) = 10 ± 4.303 · 0.577, so the variant is better."""
     during = {"grpo": (0.5, 0.6, 0.7), "sapo": (0.59, 0.7, 0.81), "gspo": (0.5, 0.6, 0.7), "delta": (0.4,)}
     trials = [
-        variants.Trial(name, seed, value, value, None, 1.0, 1.0)
+        variants.Trial(name, seed, value, value, 1.0, 1.0)
         for name, values in during.items()
         for seed, value in enumerate(values)
     ]
@@ -116,13 +127,14 @@ def test_variants_are_compared_by_seed():
     assert variants.compared("gspo", trials) == ("+0.0", "equal")
     assert variants.compared("delta", trials) == ("-10.0", "")
     assert variants.compared("grpo", trials) == ("", "")
-    assert "| 40.0% (1 of 3 seeds) |" in variants.table(trials)
+    table = variants.table(trials)
+    assert "| 40.0% (1 of 3 seeds) |" in table and "| `vespo` | not run |" in table
 
 
 def test_finished_trials_are_kept_while_their_settings_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(variants, "RESULTS", tmp_path / "results.json")
     assert variants.kept() == []
-    trials = [variants.Trial(name, 0, 0.5, 0.5, None, 1.0, 1.0) for name in ("grpo", "sapo")]
+    trials = [variants.Trial(name, 0, 0.5, 0.5, 1.0, 1.0) for name in ("grpo", "sapo")]
     settings = json.loads(json.dumps(variants.SETTINGS))
     save_trials(variants.RESULTS, settings, trials)
     assert variants.kept() == trials
@@ -132,19 +144,20 @@ def test_finished_trials_are_kept_while_their_settings_are_the_same(tmp_path, mo
 
 
 def test_trials_of_variants(hard_sums_home, tmp_path, monkeypatch):
-    """One trial of each kind for two steps: old weights and rounded ones are sampled with, SFT has a loss."""
+    """Two steps of each kind: the engine's weights, old weights, SFT of all weights, and of adapters."""
     small = Size(worked=60, bare=20, sft_steps=2, held_out=20)
     monkeypatch.setattr(variants, "SIZE", small)
+    monkeypatch.setattr(variants, "FEW", 20)
     monkeypatch.setattr(variants.learn, "SIZE", small)
     monkeypatch.setattr(variants.sums, "make", lambda folder, seed: folder.symlink_to(hard_sums_home))
-    variants.make_task(tmp_path, 0)
+    variants.make_sums(tmp_path, 0)
+    variants.make_sft(tmp_path, 0)
     found = {
         name: variants.trial(tmp_path, tmp_path / f"trial-{number}", name, 0, steps=2)
-        for number, name in enumerate(("grpo", "stale: IcePop", "4 bits: no correction", "muon"))
+        for number, name in enumerate(("grpo", "stale: IcePop", "muon", "lora"))
     }
-    sizes = [found[name].sample_size for name in ("grpo", "stale: IcePop", "4 bits: no correction")]
-    assert sizes[0] == pytest.approx(1, abs=1e-6) and max(sizes[1:]) < 1 - 1e-5
-    assert found["muon"].loss > 0 and found["muon"].during is None
+    assert found["grpo"].sample_size == pytest.approx(1, abs=1e-6) and found["stale: IcePop"].sample_size < 0.99
+    assert found["grpo"].during > 0 and found["muon"].during is None
     assert all(0 <= trial.final <= 1 and trial.seconds > 0 for trial in found.values())
 
 
