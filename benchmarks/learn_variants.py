@@ -115,7 +115,7 @@ CASES = {
     "neftune": Case("SFT", "`neftune_noise_alpha: 5`", {"neftune_noise_alpha": 5.0}, TUNED, beside="sft"),
     "muon": Case("SFT", "`optimizer: muon`", training=TUNED | {"optimizer": "muon"}, beside="sft"),
     "lora": Case("SFT", "`lora.r: 16`", training=TUNED | ADAPTED, model=LORA, beside="sft"),
-    "pissa": Case("SFT", "`lora.init: pissa`", training=TUNED | ADAPTED, model=LORA | {"lora.init": "pissa"}, beside="lora"),
+    "pissa": Case("SFT", "`lora.init: pissa`", {}, TUNED | ADAPTED, LORA | {"lora.init": "pissa"}, beside="lora"),
 }  # fmt: skip
 ENGINES = {
     "sums, stale": (mismatch.old, STALE),
