@@ -36,9 +36,22 @@ def give(functions: Sequence[Callable[..., Any]]) -> list[str]:
 
 
 def as_module(name: str) -> str:
-    """`folder/my.py:function` as `folder.my:function`; any other name unchanged."""
+    """`folder/my.py:function` as `folder.my:function`; any other name unchanged. Raises RewardError for an absolute path,
+    or one with `..`, to a file that is neither below the current folder nor below that of a settings file."""
     file, colon, attribute = name.rpartition(":")
-    return f"{'.'.join(Path(file[:-3]).parts)}{colon}{attribute}" if file.endswith(".py") else name
+    if not file.endswith(".py"):
+        return name
+    path = Path(file)
+    if path.is_absolute() or ".." in path.parts:
+        folders = [folder.resolve() for folder in (Path.cwd(), *settings_folders())]
+        own = next((folder for folder in folders if path.resolve().is_relative_to(folder)), None)
+        if own is None:
+            raise RewardError(
+                f"{name}: the file is neither in the current folder nor next to the settings file: move it, or start "
+                "the command in its folder"
+            )
+        path = path.resolve().relative_to(own)
+    return f"{'.'.join(path.with_suffix('').parts)}{colon}{attribute}"
 
 
 def find_function(name: str) -> Callable[..., Any]:
