@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.base.errors import ConfigError, ModelError, RewardError
+from posttrain.base.functions import find_function
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig, load
 from posttrain.config.schema.rewards import Reward, named_by_function, term_name
 from posttrain.inspection.rows import score
@@ -164,6 +165,17 @@ def functions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_a_file_may_be_named_by_any_path_below_the_folder(functions, tmp_path):
+    """Also when settings were written by a program, which names whole paths; a file elsewhere is no user's file."""
+    whole, upwards = tmp_path / "my_rewards.py", f"../{tmp_path.name}/my_rewards.py"
+    for name in ("my_rewards.py", "./my_rewards.py", str(whole), upwards):
+        assert find_function(f"{name}:brevity")(completions=["ab"]) == [-2]
+    (tmp_path.parent / "elsewhere.py").write_text("def brevity(completions):\n    return [0.0]\n")
+    for name in (str(tmp_path.parent / "elsewhere.py"), "../elsewhere.py"):
+        with pytest.raises(RewardError, match="neither in the current folder nor next to the settings file: move it"):
+            find_function(f"{name}:brevity")
 
 
 def test_weighted_sum_keeps_every_part(grading_pool, functions):
