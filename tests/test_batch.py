@@ -143,9 +143,11 @@ def test_the_weighted_loss_is_that_of_a_dense_computation(width, weighted):
                 weight = 1.0 if weights is None else float(weights[place])
                 dense, total = dense - weight * table[ids[place]], total + weight
     packs_of = partial(pack, tokens_per_pack=width)
-    job = SimpleNamespace(pack=packs_of, device="cpu")
+    config = SimpleNamespace(data=SimpleNamespace(source_names=()))
+    job = SimpleNamespace(pack=packs_of, device="cpu", config=config)
 
-    def scorer(one):
+    def scorer(one, top):
+        assert top is None  # only label smoothing and eaft need more
         logprob_N = table[one.target_N]
         return SimpleNamespace(logprob_N=logprob_N, entropy_N=logprob_N, top1_N=logprob_N.detach())
 

@@ -230,7 +230,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         assert flag in out
     said = " ".join(re.sub(r"[│\n]", " ", out).split())
     assert "dpo: Strength of the regularisation towards the reference; IPO's tau. [0.1] orpo: Weight of" in said
-    assert "One of auto, float32, bfloat16. [auto]" in said
+    assert "One of auto, float32, bfloat16, float16. [auto]" in said
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from tempfile import TemporaryFile
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 IDLE_SECONDS = 60.0  # seconds that an idle process is kept
 SLICE_S = 0.1  # longest single wait in `line`: Windows handles Ctrl-C only between waits
 
 
-class Child(contextlib.AbstractContextManager["Child"]):
+class Child:
     """A running command. Its lines are bytes that include the line break. Any thread may end it or query its state.
 
     `errors`: keep the child's stderr for `last_words`; otherwise it goes to this program's stderr. `session`: start the
@@ -52,6 +52,9 @@ class Child(contextlib.AbstractContextManager["Child"]):
         )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self.end()

@@ -36,8 +36,8 @@ def give(functions: Sequence[Callable[..., Any]]) -> list[str]:
 
 
 def as_module(name: str) -> str:
-    """`folder/my.py:function` as `folder.my:function`; any other name unchanged. Raises RewardError for an absolute path,
-    or one with `..`, to a file that is neither below the current folder nor below that of a settings file."""
+    """`folder/my.py:function` as `folder.my:function`; any other name unchanged. Raises RewardError for an absolute
+    path, or one with `..`, to a file that is neither below the current folder nor below that of a settings file."""
     file, colon, attribute = name.rpartition(":")
     if not file.endswith(".py"):
         return name

@@ -141,8 +141,7 @@ def _in_terminal(model: str, settings: dict[str, Any]) -> None:
     of_server = {f"--{name.replace('_', '-')}": settings.pop(name) for name in OF_SERVER if name in settings}
     system = settings.pop("system_prompt", None)
     say(f"loading {model} …", error=True)
-    server = ModelServer(model, list(chain(*of_server.items())))
-    with server:
+    with ModelServer(model, list(chain(*of_server.items()))) as server:
         _converse(Talk(server.client, DEFAULTS | settings, system), sys.stdin.isatty())
 
 
