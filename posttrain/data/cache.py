@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
@@ -46,14 +47,13 @@ def digest_of(facts: dict[str, Any]) -> str:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of what determines tokenisation: the serialised backend, special tokens and template."""
-    whole = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        whole.update(backend.to_str().encode(errors="surrogatepass"))
+        vocabulary = backend.to_str()
     else:
-        whole.update(f"{type(tokenizer).__qualname__} {sorted(tokenizer.get_vocab().items())}".encode())
-    whole.update(f"{tokenizer.special_tokens_map} {tokenizer.chat_template}".encode(errors="surrogatepass"))
-    return whole.hexdigest()
+        vocabulary = f"{type(tokenizer).__qualname__} {sorted(tokenizer.get_vocab().items())}"
+    whole = f"{vocabulary}{tokenizer.special_tokens_map} {tokenizer.chat_template}"
+    return hashlib.sha256(whole.encode(errors="surrogatepass")).hexdigest()
 
 
 class Writer:
@@ -148,7 +148,7 @@ def _load(entry: Path, file: str) -> tuple[pa.Table, Reading, str]:
         if sha256_of(rows) != facts["sha256"]:
             raise _DamagedError("its hash has changed")
         table = pa.ipc.open_file(pa.memory_map(str(rows))).read_all()
-        return table, Reading.from_json(facts["reading"]), facts["content"]
+        return table, TypeAdapter(Reading).validate_python(facts["reading"]), facts["content"]
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:

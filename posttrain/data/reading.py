@@ -181,7 +181,25 @@ class Reader:
         splits = [not kind.samples and reading.format == "text" for reading in readings]
         sizes = [len(rows) for rows in tables]
         fitted = kind.fit(table, limits, np.repeat(splits, sizes))
-        report = _report(name, readings, fitted, limits, notes, kind.samples)
+        report = Report(
+            name=name,
+            formats=tuple(reading.format for reading in readings),
+            used=len(fitted.view),
+            malformed=tuple(row for reading in readings for row in reading.malformed),
+            overlong_dropped=len(fitted.dropped),
+            overlong_truncated=fitted.truncated,
+            overlong_split=fitted.split,
+            tokens=fitted.tokens,
+            prompt_tokens=fitted.prompt_tokens,
+            max_length=limits.max_length,
+            max_prompt_length=limits.max_prompt_length,
+            notes=tuple(notes),
+            unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
+            dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),
+            unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
+            rewarded=kind.samples,
+            **{key: sum(getattr(reading, key) for reading in readings) for key in SUMMED},
+        )
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         used = list(parts[: len(read)])
@@ -320,27 +338,3 @@ def malformed_of(record: Record, reason: object) -> Malformed:
 def _hash(item: Trained | Compared) -> int:
     alone = isinstance(item, Trained)
     return hash(tuple(item.tokens if alone else [*item.prompt, -1, *item.chosen, -1, *item.rejected]))
-
-
-def _report(
-    name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limits, notes: Sequence[str], rewarded: bool
-) -> Report:
-    return Report(
-        name=name,
-        formats=tuple(reading.format for reading in readings),
-        used=len(fitted.view),
-        malformed=tuple(row for reading in readings for row in reading.malformed),
-        overlong_dropped=len(fitted.dropped),
-        overlong_truncated=fitted.truncated,
-        overlong_split=fitted.split,
-        tokens=fitted.tokens,
-        prompt_tokens=fitted.prompt_tokens,
-        max_length=limits.max_length,
-        max_prompt_length=limits.max_prompt_length,
-        notes=tuple(notes),
-        unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
-        dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),
-        unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
-        rewarded=rewarded,
-        **{key: sum(getattr(reading, key) for reading in readings) for key in SUMMED},
-    )

@@ -83,10 +83,6 @@ class Reading(Counts):
     read: int = 0
     malformed: list[Malformed] = field(default_factory=list)
 
-    @classmethod
-    def from_json(cls, data: dict) -> Reading:
-        return cls(**{**data, "malformed": [Malformed(**item) for item in data["malformed"]]})
-
 
 @dataclass(slots=True)
 class Report(Counts):

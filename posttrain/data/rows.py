@@ -273,7 +273,10 @@ def _parts(parts: list[Any], where: str) -> Message:
 
 def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
     """One call or a list of calls, as objects or JSON, in the form that chat templates read."""
-    parts = parsed(value, f"{where} tool call") if isinstance(value, str) else value
+    try:
+        parts = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise RowError(f"{where} has a tool call that is not JSON") from None
     calls = []
     for call in parts if isinstance(parts, list) else [parts]:
         call = call["function"] if isinstance(call, dict) and isinstance(call.get("function"), dict) else call

@@ -19,11 +19,10 @@ from posttrain.base.errors import DamagedError, ModelError
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.models.adapters import START, attach, name_base
-from posttrain.models.families import FAMILIES, UNKNOWN, base_of, is_adapted
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
 from posttrain.models.quantised import CLASSES, weight_of
-from posttrain.models.quantised import linear_layers as layers_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -305,7 +304,9 @@ def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last component of the names of the backbone's linear layers."""
-    return sorted({name.rpartition(".")[2] for name in layers_of(model)} - {*routers(model)})
+    modules = backbone_of(model).named_modules()
+    layers = {name.rpartition(".")[2] for name, m in modules if isinstance(m, nn.Linear | Conv1D)}
+    return sorted(layers - {*routers(model)})
 
 
 def routers(model: nn.Module) -> list[str]:

@@ -72,7 +72,12 @@ def judge(
             questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for a, b in pairs]
             preferences = asking.compare(questions, f"{key}: judging {second} against {first}")
             items = [(*pair, preference) for pair, preference in zip(pairs, preferences, strict=True)]
-            judged.append(_judged(key, first, second, left_out, items, options.confidence))
+            scores = [[RESULT[one.result]] for one in preferences if one.result is not None]
+            estimate = mean_by_prompt(scores, options.confidence) if scores else None
+            summary = summarise(preferences)
+            low, high = (estimate.low, estimate.high) if estimate else (None, None)
+            p, _ = sign_test(summary.wins, summary.losses)
+            judged.append(Judged(key, first, second, summary, low, high, p, p, False, left_out, items))
     for key in {one.suite for one in judged}:
         indices = [index for index, one in enumerate(judged) if one.suite == key]
         for index, p in zip(indices, holm([judged[index].p for index in indices]), strict=True):
@@ -83,18 +88,6 @@ def judge(
 def _written(answers: Answers) -> Answers:
     """The items whose first completion was generated, even if it is empty."""
     return {item: several for item, several in answers.items() if several[0].completion or several[0].finish_reason}
-
-
-def _judged(
-    key: str, first: str, second: str, left_out: Mapping[str, int], items: Sequence[Judgement], confidence: float
-) -> Judged:
-    preferences = [preference for _, _, preference in items]
-    summary = summarise(preferences)
-    scores = [[RESULT[one.result]] for one in preferences if one.result is not None]
-    estimate = mean_by_prompt(scores, confidence) if scores else None
-    low, high = (estimate.low, estimate.high) if estimate else (None, None)
-    p, _ = sign_test(summary.wins, summary.losses)
-    return Judged(key, first, second, summary, low, high, p, p, False, left_out, items)
 
 
 def judged_table(judged: Sequence[Judged], percent: str) -> Table:
