@@ -77,7 +77,9 @@ class Comparison(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A function from hidden states to logits: softcap(hidden W^T + b) / temperature."""
+    """A function from hidden states to logits: softcap(hidden W^T + b) / temperature.
+
+    The weights are those of the adapters that are active when it is made."""
 
     weight: Tensor
     bias: Tensor | None
@@ -85,13 +87,17 @@ class Head(NamedTuple):
     softcap: float | None
 
     @classmethod
-    def of(cls, model: nn.Module, temperature: float, vocabulary: int) -> Head:
-        """The model's LM head for the first `vocabulary` token ids."""
+    def of(cls, model: nn.Module, temperature: float = 1.0) -> Head:
+        """The model's LM head."""
         head, scale, softcap = head_of(model)
-        bias = None if head.bias is None else head.bias[:vocabulary]
-        weight = head.weight  # read once: with new tokens, PEFT merges it at every access
-        weight = weight if len(weight) == vocabulary else weight[:vocabulary]
-        return cls(weight, bias, temperature / scale, softcap)
+        return cls(head.weight, head.bias, temperature / scale, softcap)
+
+    def first(self, vocabulary: int) -> Head:
+        """The head for the first `vocabulary` token ids."""
+        if len(self.weight) == vocabulary:
+            return self
+        bias = None if self.bias is None else self.bias[:vocabulary]
+        return self._replace(weight=self.weight[:vocabulary], bias=bias)
 
     def log_probs(self, hidden: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a chunk's log-probabilities, float32, and, for the gradient of a cap, the capped logits."""
@@ -99,25 +105,59 @@ class Head(NamedTuple):
         return logits.sub_(logits.logsumexp(-1, keepdim=True)), capped
 
 
+class Top(NamedTuple):
+    """A teacher's most likely tokens at N positions, and their log-probabilities, nats, both (N, K). Where a position
+    has fewer than K tokens, the others are copies of the first one, with a log-probability of -inf."""
+
+    ids_NK: Tensor
+    logprob_NK: Tensor
+
+    def at(self, index: Tensor | slice) -> Top:
+        return Top(self.ids_NK[index], self.logprob_NK[index])
+
+    def log_probs(self, rows: slice, log_p: Tensor) -> Tensor:
+        """Return the teacher's log-probabilities at the rows of a chunk, given the student's (N, V).
+
+        The probability of the tokens that are not among the K is divided among them as the student divides its own. So
+        divergences and their gradients are those over K + 1 classes, the last of which has all other tokens: TRL's tail
+        bucket, with its lower bound of 1e-7."""
+        ids, log_q = self.at(rows)
+        rest_q, rest_p = map(_rest, (log_q, log_p.gather(1, ids).where(log_q > -math.inf, -math.inf)))
+        return (log_p + (rest_q - rest_p)).scatter_(1, ids, log_q.where(log_q > -math.inf, log_q[:, :1]))
+
+
+def _rest(logprob_NK: Tensor) -> Tensor:
+    """The log-probability (N, 1) of all tokens that are not among K."""
+    return torch.log(-torch.expm1(logprob_NK.logsumexp(1, keepdim=True).clamp(max=-1e-7)))
+
+
+Taught = tuple[Head, Tensor] | Top
+
+
 def compare_distributions(
-    student: tuple[nn.Module, Tensor],
-    teacher: tuple[nn.Module, Tensor],
-    target_N: Tensor,
-    weight_N: Tensor,
-    divergence: Divergence,
-    temperature: float = 1.0,
+    student: tuple[Head, Tensor], teacher: Taught, target_N: Tensor, weight_N: Tensor, divergence: Divergence
 ) -> Comparison:
-    """Compare student and teacher, each given as the model and its hidden states (N, D) that predict the targets.
+    """Compare student and teacher, each given as its head and the hidden states (N, D) that predict the targets, or the
+    teacher as its most likely tokens.
 
     If the heads differ in size, for instance because one vocabulary is padded, they are compared on the ids that both
     have, and each distribution is normalised over these ids. `divergence` comes from `divergence_of`.
     """
-    vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
-    (ours, hidden_N), (theirs, teacher_N) = (
-        (Head.of(model, temperature, vocabulary), states) for model, states in (student, teacher)
-    )
+    ours, hidden_N = student
+    if isinstance(teacher, Top):
+        log_q_of, step = teacher.log_probs, 1
+    else:
+        theirs, teacher_N = teacher
+        vocabulary = min(len(ours.weight), len(theirs.weight))
+        ours, theirs = ours.first(vocabulary), theirs.first(vocabulary)
+        teacher_wide = float32_weight(theirs.weight)
+        step = row_step(teacher_wide)
+
+        def log_q_of(rows: slice, log_p: Tensor) -> Tensor:
+            return theirs.log_probs(teacher_N[rows], teacher_wide)[0]
+
     outputs = ChunkedDivergence.apply(
-        hidden_N, ours.weight, ours.bias, ours, teacher_N, theirs, target_N, weight_N, divergence
+        hidden_N, ours.weight, ours.bias, ours, log_q_of, step, target_N, weight_N, divergence
     )
     return Comparison(*outputs)
 
@@ -130,18 +170,17 @@ class ChunkedDivergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_N, weight, bias, ours, teacher_hidden_N, theirs, target_N, weight_N, divergence):
+    def forward(ctx, hidden_N, weight, bias, ours, log_q_of, step, target_N, weight_N, divergence):
         size, (need_hidden, need_weight, need_bias) = len(target_N), ctx.needs_input_grad[:3]
         value_N, logprob_N, entropy_N, teacher_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
         grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        wide, teacher_wide = float32_weight(weight), float32_weight(theirs.weight)
+        wide = float32_weight(weight)
         rows_at_a_time = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
-        step = max(row_step(wide), row_step(teacher_wide))
-        for rows in chunks_of(size, rows_at_a_time, step):
+        for rows in chunks_of(size, rows_at_a_time, max(row_step(wide), step)):
             log_p, capped = ours.log_probs(hidden_N[rows], wide)
-            log_q, _ = theirs.log_probs(teacher_hidden_N[rows], teacher_wide)
+            log_q = log_q_of(rows, log_p)
             at = target_N[rows, None]
             logprob_N[rows], teacher_N[rows] = log_p.gather(1, at)[:, 0], log_q.gather(1, at)[:, 0]
             entropy_N[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)

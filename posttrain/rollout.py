@@ -29,6 +29,7 @@ from posttrain.losses.advantage import Turns
 from posttrain.rewards.parts import CompletionReward, Rewarded
 
 PackOf = Callable[[Sequence[Example]], list[Pack]]
+Ids = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +346,16 @@ def stored_turns(rows: Sequence[Mapping[str, Any]], rewards: Sequence[float]) ->
     """The turns of stored completions, of which only trained tokens are given, under these rewards."""
     episodes = [Trajectory.restored(row["turns"], row["tokens"]) if row.get("turns") else None for row in rows]
     return turns_of(episodes, torch.tensor(rewards), torch.tensor([len(row["tokens"]) for row in rows]))
+
+
+def with_prompts(rollout: Rollout, prompts: Sequence[Ids | None]) -> Rollout:
+    """The rollout with another prompt for each completion (tokens; None: the same), so that each is its own group."""
+    examples = []
+    for completion, tokens in zip(rollout.completions, prompts, strict=True):
+        example = rollout.prompts[completion.group]
+        root = example.trees[0] if tokens is None else Node(tokens)
+        examples.append(replace(example, trees=(root,)))
+    return Rollout(examples, [replace(each, group=index) for index, each in enumerate(rollout.completions)])
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:

@@ -54,6 +54,9 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
         "distill": {**online, "method": {"type": "distill", "teacher": str(root / "teacher"), "num_generations": 2}},
     }
     kinds["distill"].pop("rewards")
+    sdpo = {"use_successful_as_teacher": True, "success_reward_threshold": -0.3, "teacher_model_kind": "live"}
+    sdpo["teacher_prompt_template"] = "{prompt}{privileged_context}"
+    kinds["sdpo"] = {**online, "method": {"type": "distill", "num_generations": 4, **sdpo}}
     exact = {"importance_sampling_cap": None}  # of the engine, whose rounding depends on the rows beside
     kinds["double-coupled"] = kinds["coupled"]
     kinds["double-grpo"] = kinds["grpo"] | {"method": kinds["grpo"]["method"] | exact}
@@ -181,7 +184,7 @@ def test_two_ranks_with_two_servers_have_the_completions_of_one_process(both):
 
 
 SHARDED = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "empty-grpo", "ppo", "distill")
-RUNS = [(name, strategy) for name in SHARDED for strategy in ("", "fsdp-")] + [("qlora", "")]
+RUNS = [(name, strategy) for name in SHARDED for strategy in ("", "fsdp-")] + [("qlora", ""), ("sdpo", "")]
 ONE_OF_EACH = ("sft", "dpo", "kto", "grpo")
 
 
@@ -280,7 +283,7 @@ def test_a_rank_that_is_a_step_ahead_is_named_on_all(one_of_each):
     ("settings", "message"),
     [
         ({"method": "sft", "training": {"optimizer": "adamw_8bit"}}, "training.optimizer: adamw_8bit needs whole"),
-        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "with method.teacher_system_prompt, ranks"),
+        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "the teacher has prompts of its own, ranks"),
     ],
 )
 def test_what_needs_the_whole_model_is_refused_with_sharded_weights(settings, message):

@@ -1,7 +1,7 @@
 """Counts, names and sizes in readable form, values by key, and the boxed answer in a solution. Imports nothing slow."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os.path import abspath, exists, expanduser
 from typing import TypeVar
 
@@ -14,6 +14,11 @@ SAVED = re.compile(r"final|best|ema|checkpoint-\d+")  # names of folders with a 
 def counted(count: int, noun: str, several: str | None = None) -> str:
     """A number with its noun: 1 step, 2 steps, 12,000 steps; `several` is the plural if it is not noun + s."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """The template with `{name}` replaced for every name in `values`. Braces elsewhere and in values are unchanged."""
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -151,13 +151,17 @@ def score(
     tokens_per_pack: Annotated[
         int, Flag("Maximum tokens per pack, which limits memory, as in training.", min=2)
     ] = 8192,
+    top_logprobs: Annotated[
+        int, Flag("Number of most likely tokens at each token, for distillation from a file; 0: none.", min=0)
+    ] = 0,
     dtype: Annotated[str, DTYPE] = "auto",
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Score a file's completions: log-probabilities from a causal model, rewards from a reward model.
 
     Rows keep their order and fields; `logprob` and `logprobs`, or `reward`, are added. Rows with a chosen and a
-    rejected completion receive these for both (`chosen_reward`, `rejected_reward`).
+    rejected completion receive these for both (`chosen_reward`, `rejected_reward`). With --top-logprobs,
+    `teacher_logprobs` is added, a column for method.teacher_logprobs.
     """
     devices = devices_from_flag(device)
     overrides = [f"data.max_length={max_length}", f"data.format={format}", "data.overlong=error", "data.shuffle=false"]
@@ -173,7 +177,7 @@ def score(
     data = config.data.model_copy(update={"template": template})
     target = output or file.with_name(f"{file.name}.scored.jsonl")
     tokens = config.training.tokens_per_pack
-    means = score_file(config.models[0], file, target, data, devices, tokens, overwrite)
+    means = score_file(config.models[0], file, target, data, devices, tokens, overwrite, top_logprobs)
     for name, value in means.items():
         say(f"mean {name}: {value:.4f}" if name != "accuracy" else f"chosen above rejected: {value:.1%}")
     say(f"written: {target}")

@@ -3,6 +3,7 @@
 from posttrain.config.reading.load import Loaded, dump, find, load, preset_names
 from posttrain.config.reading.stages import Stage, check_skip, held_out_together
 from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig
+from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.offline import (
@@ -15,7 +16,6 @@ from posttrain.config.schema.offline import (
     SimPOMethod,
 )
 from posttrain.config.schema.online import (
-    DistillMethod,
     GRPOMethod,
     PolicyGradientMethod,
     PPOMethod,

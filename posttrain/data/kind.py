@@ -35,13 +35,16 @@ class Kind(ABC):
 
     With `completion_only_loss` None, the completion is trained on if a row has a prompt, and every token otherwise;
     `with_completions` keeps the completion that the data has for each prompt, as its only branch; `acts`: the tools are
-    those of environments, and a row's own are not read.
+    those of environments, and a row's own are not read; `context`: of a teacher's prompts, the column that only they
+    have, and the template of their last message; `logprobs`: the column with a teacher's log-probabilities.
     """
 
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     with_completions: bool = False
     acts: bool = False
+    context: tuple[str, str] | None = None
+    logprobs: str | None = None
 
     name: ClassVar[KindName]
     schema: ClassVar[pa.Schema]  # columns of the rows in the cache

@@ -1,6 +1,7 @@
 """The kinds of examples that methods train on: sequences, preference pairs, labelled completions and prompts."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Self
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.base.errors import DataError
+from posttrain.base.words import filled
 from posttrain.batch import Example, Node
 from posttrain.config.schema.base import KindName, MethodSettings
 from posttrain.config.schema.data import DataConfig
@@ -19,9 +21,11 @@ from posttrain.data.rows import (
     Fields,
     Row,
     RowError,
+    Turns,
     as_prompt,
     as_turns,
     last_turn_as_completion,
+    messages_of,
     number_or_text,
     refuse_without_reply,
     valid,
@@ -120,12 +124,16 @@ class Prompts(Kind):
 
     @classmethod
     def of(cls, method: MethodSettings) -> Self:
-        return cls(with_completions=method.reads_completions)
+        return cls(with_completions=method.reads_completions, logprobs=getattr(method, "teacher_logprobs", None))
 
     def shape(self, row: Row, fields: Fields) -> Row:
         for name, value in fields.items():  # rewards receive all fields
             valid(value, name)
-        if not self.with_completions:
+        if self.context is not None:
+            column, template = self.context
+            context, row = context_of(row, fields, column), as_prompt(row)
+            row = replace(row, prompt=with_context(row.prompt or "", context, template))
+        elif not self.with_completions:
             row = as_prompt(row)
         else:
             refuse_without_reply(row)
@@ -145,6 +153,10 @@ class Prompts(Kind):
         return tokeniser.without_completions(rows)
 
     def stored(self, record: Record, row: Row, item: Trained, turns: bool) -> dict[str, Any]:
+        if self.logprobs is not None:
+            problem = logprobs_problem((record.value or {}).get(self.logprobs), list(item.tokens[item.prompt :]))
+            if problem:
+                raise DataError(f"{where(record)}: {self.logprobs} (method.teacher_logprobs) {problem}")
         return super().stored(record, row, item, turns) | {"facts": facts_of(record, row, turns)}
 
     def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
@@ -268,6 +280,60 @@ def facts_of(record: Record, row: Row, turns: bool) -> str:
     prompt = as_turns(row.prompt, "user") if turns and row.prompt is not None else row.prompt
     facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
     return json.dumps(facts, ensure_ascii=False, default=str)
+
+
+def with_context(prompt: str | Turns, context: str, template: str) -> str | Turns:
+    """A prompt whose last message, the user's, is the template with this message and a context that it lacks. Raises
+    DataError if it ends with another message."""
+    if isinstance(prompt, str):
+        return filled(template, {"prompt": prompt, "privileged_context": context})
+    *before, last = prompt
+    if last["role"] != "user":
+        raise DataError(
+            f"the teacher's prompt replaces the last message of the user, but the prompt ends with one of the "
+            f"{last['role']}: remove such rows, or method.privileged_context and use_successful_as_teacher"
+        )
+    return [*before, {**last, "content": filled(template, {"prompt": last["content"], "privileged_context": context})}]
+
+
+def context_of(row: Row, fields: Fields, column: str) -> str:
+    """The text of a column that only the teacher's prompt has; `completion` is the row's completion in every format.
+    Raises DataError if the row lacks it."""
+    value = fields.get(column)
+    if value is None and column == "completion" and not (row.prompt is None and isinstance(row.chosen, str)):
+        turns = as_turns(row.chosen if row.prompt is not None else row.chosen[-1:], "assistant")
+        value = [turn for turn in turns if turn["role"] == "assistant"]
+    if isinstance(value, list) and value:
+        value = "\n".join(turn["content"] for turn in messages_of(value, column))
+    if value in (None, "", []):
+        raise DataError(
+            f"the column {column}, which method.privileged_context gives to the teacher, is missing or empty: complete "
+            "or remove such rows"
+        )
+    return number_or_text(value, column)
+
+
+def logprobs_problem(given: Any, tokens: list[int]) -> str | None:
+    """Why these are not a teacher's log-probabilities of a completion with these tokens; None if they are."""
+    given = given if isinstance(given, Mapping) else {}
+    ids, logprobs, own = (given.get(name) for name in ("logprob_token_ids", "logprobs", "token_ids"))
+    if not isinstance(ids, list) or not isinstance(logprobs, list):
+        return "must be an object with the lists logprob_token_ids and logprobs, which have a list for each token"
+    if own is not None and list(own) != tokens:
+        return f"has the token_ids {own}, but the completion has {tokens}: tokenizer, template or text differ"
+    if not len(ids) == len(logprobs) == len(tokens):
+        return f"has lists of {len(ids)} and {len(logprobs)} tokens, but the completion has {len(tokens)}, with its end"
+    for number, (some, values) in enumerate(zip(ids, logprobs, strict=True)):
+        at, is_list = f"at token {number + 1}", isinstance(some, list) and isinstance(values, list)
+        if not is_list or len(some) != len(values) or not some:
+            return f"{at} must have two lists of the same length, which are not empty"
+        if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in some) or len({*some}) < len(some):
+            return f"{at} must have different token ids, not {some}"
+        if not all(isinstance(value, int | float) and -math.inf < value <= 1e-4 for value in values):
+            return f"{at} must have finite log-probabilities of at most 0, not {values}"
+        if (total := sum(map(math.exp, values))) > 1.01:
+            return f"{at} has probabilities whose sum is {total:.3f}: log-probabilities are in nats"
+    return None
 
 
 def _rejected_prompts(table: Table) -> Array:

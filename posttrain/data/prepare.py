@@ -19,12 +19,13 @@ from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
+from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import BEHAVIOR_VERSION, RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kind import Kind
-from posttrain.data.kinds import KINDS
+from posttrain.data.kinds import KINDS, Prompts
 from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row, RowError
@@ -128,18 +129,20 @@ def _without_ties(prepared: Prepared, method: str) -> Prepared:
     return replace(prepared, train=sets.pop("train"), validation=sets, reports=reports)
 
 
-def prompts_with_system(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, system_prompt: str
+def teacher_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, method: DistillMethod, longest: int
 ) -> dict[int, np.ndarray]:
-    """The tokens of the training prompts with a different system prompt, by row. Raises DataError if a prompt and a
-    completion do not fit a pack."""
-    most = config.training.tokens_per_pack
-    update = {"system_prompt": system_prompt, "max_prompt_length": None, "max_length": most}
-    data = config.data.model_copy(update=update | {"overlong": "error", "validation": None})
+    """The tokens of the training prompts as a teacher reads them, with its system prompt and a column of the row, by
+    row. A row whose prompt and completion have more than `longest` tokens is missing."""
+    update: dict[str, Any] = {"max_prompt_length": None, "max_length": longest, "overlong": "drop", "validation": None}
+    if method.teacher_system_prompt is not None:
+        update["system_prompt"] = method.teacher_system_prompt
+    column = method.privileged_context
+    kind = Prompts(context=None if column is None else (column, method.context_template))
     options = Options(
         completion_length=config.completion_length, seed=config.seed, behavior_version=config.behavior_version
     )
-    train = prepare(data, tokenizer, "prompt", options).train
+    train = prepare(config.data.model_copy(update=update), tokenizer, kind, options).train
     return {int(row): np.asarray(train[index].trees[0].tokens) for index, row in enumerate(train.rows)}
 
 

@@ -6,21 +6,24 @@ returns one message per fault, which says what to do.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
 from posttrain.base.pieces import CHARACTER, LOST, pieces
 from posttrain.config.reading.interpolation import leaves
 from posttrain.config.schema.data import DataConfig
-from posttrain.data.kinds import Prompts, facts_of
+from posttrain.config.schema.run import RunConfig
+from posttrain.data.kinds import Prompts, facts_of, with_context
+from posttrain.data.layouts import Layout
 from posttrain.data.readers import Record
 from posttrain.data.reading import Reader, malformed_of
 from posttrain.data.render import RenderRequest, rendering
 from posttrain.data.report import Malformed
-from posttrain.data.rows import RowError
+from posttrain.data.rows import VARIABLES, Row, RowError, tools_of, variables_of
 
 MANY = 0.1  # minimum share of completions for a report; a few that are split differently do no harm
 TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
@@ -73,6 +76,29 @@ def prompts_of(
                 facts = json.loads(facts_of(record, row, reader.template.turns))
                 results[record.row] = Prompt(record.row, item[0], list(item[1]), facts)
     return [results[record.row] for record in records]
+
+
+class Reprompt:
+    """Writes prompts of training rows again, each with a context in its last message (`with_context`)."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, template: str):
+        self._template, version = template, config.behavior_version
+        self._reader = Reader(config.data, tokenizer, Prompts(), seed=config.seed, behavior_version=version)
+
+    def __call__(self, prompts: Sequence[tuple[Mapping[str, Any], str]]) -> list[Sequence[int]]:
+        """The tokens of each prompt, which is given by the facts of its row and the context."""
+        rows = []
+        for facts, context in prompts:
+            columns = facts["columns"]
+            tools = tools_of(columns.get(self._reader.data.columns.get("tools", "tools")))
+            prompt = with_context(facts["prompt"], context, self._template)
+            rows.append(Row(prompt, "", tools=tools, variables=variables_of(columns.get(VARIABLES))))
+        with self._reader.tokeniser(Layout("prompt", {}, frozenset())) as tokeniser:
+            written = tokeniser.prompts(rows)
+        for item in written:
+            if isinstance(item, RowError):
+                raise DataError(f"a prompt of the teacher cannot be written: {item}")
+        return [item[1] for item in written if not isinstance(item, RowError)]
 
 
 def stop_faults(

@@ -144,6 +144,7 @@ class Reader:
         }
         settings |= {"with_completions": True} if kind.with_completions else {}
         settings |= {"acts": True} if kind.acts else {}
+        settings |= {name: value for name in ("context", "logprobs") if (value := getattr(kind, name)) is not None}
         settings |= {"behavior_version": 2} if self.behavior_version > 1 else {}  # since 2, the tokens are the same
         return settings | ({} if self.date is None else {"date": self.date})
 

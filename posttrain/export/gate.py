@@ -19,7 +19,7 @@ from posttrain.base.distributions import t_quantile
 from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
-from posttrain.distillation import compare_distributions, forward_kl
+from posttrain.distillation import Head, compare_distributions, forward_kl
 from posttrain.evaluation.records import Answer, scores_by_item
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
 from posttrain.models.attention import width_step
@@ -92,7 +92,8 @@ def diverge(
             batch = packed.to(device)
             before, after = scored_states(original, batch), scored_states(other, batch)
             ones_N = torch.ones(len(batch.target_N), device=device)
-            compared = compare_distributions((other, after), (original, before), batch.target_N, ones_N, forward_kl)
+            sides = (Head.of(other), after), (Head.of(original), before)
+            compared = compare_distributions(*sides, batch.target_N, ones_N, forward_kl)
             parts = row_chunks(original, len(before))
             greedy_N = torch.cat([next_token_logits(original, before[rows]).argmax(-1) for rows in parts])
             same_N = scores_of(other, after, greedy_N, 1.0).top1_N

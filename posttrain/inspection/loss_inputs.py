@@ -48,7 +48,9 @@ FIXED = {
     *ONE_UPDATE,
     *("type", "loss_type", "loss_weights", "divergence"),
     *("ref_model", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-    *("teacher", "teacher_system_prompt", "on_policy_fraction"),
+    *("teacher", "teacher_model_kind", "teacher_system_prompt", "teacher_prompt_template"),
+    *("privileged_context", "use_successful_as_teacher", "success_reward_threshold"),
+    *("teacher_logprobs", "on_policy_fraction"),
     *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
 }
 EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # settings that add rows, unless `--set` is given

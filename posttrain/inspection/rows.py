@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import DataError
@@ -21,18 +23,22 @@ from posttrain.config.options import GenerateOptions
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data import prepare
+from posttrain.data.kinds import Prompts
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
 from posttrain.data.report import Malformed
+from posttrain.distillation import Head
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest, positions_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
+from posttrain.models.matmul import float32_weight
 from posttrain.runs.files import ready_to_write, save_rows
 from posttrain.sampler import sampling_of
-from posttrain.scoring import RewardScorer, Scorer, of_sequences
+from posttrain.scoring import RewardScorer, Scorer, of_sequences, scored_states, scores_in
 
 BATCH = 32  # rows scored per batch
+TOP_ROWS = 256  # tokens whose logits exist at a time
 
 
 @sharing_cores()
@@ -120,12 +126,15 @@ def score(
     devices: DevicesConfig,
     tokens_per_pack: int,
     overwrite: bool = False,
+    top_logprobs: int = 0,
 ) -> dict[str, float]:
     """Score every row of `file` and write the rows with their scores to `output` as JSONL. Returns the means.
 
     A causal model adds `logprob` (nats, summed over the completion) and `logprobs` (one per token), a reward model
-    `reward`. Rows with chosen and rejected have each score twice (`chosen_logprob`, `rejected_logprob` …). A row that
-    cannot be read keeps its position and has an `error`. Input files are never overwritten; an existing `output` is
+    `reward`. Rows with chosen and rejected have each score twice (`chosen_logprob`, `rejected_logprob` …). With
+    `top_logprobs`, a causal model adds `teacher_logprobs` of the completion, as settings of distillation read them: its
+    `token_ids`, and for each the `logprob_token_ids` and `logprobs` of so many most likely tokens. A row that cannot be
+    read keeps its position and has an `error`. Input files are never overwritten; an existing `output` is
     overwritten only with `overwrite`.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
@@ -134,19 +143,22 @@ def score(
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
     kind = _kind(records, data)
-    prepared = prepare(data, tokenizer, kind)
+    if top_logprobs and (reward or kind == "pair"):
+        raise DataError("--top-logprobs needs a causal model and rows with one completion, which a student learns from")
+    prepared = prepare(data, tokenizer, Prompts(with_completions=True) if top_logprobs else kind)
     dataset = prepared.train
     problems = {bad.row: bad.reason for bad in prepared.report.malformed}
     loaded = load_model(model, "reward" if reward else "lm", compute_dtype(model, device), device)
     check_longest(loaded.config, prepared.longest)
     check_embeddings(loaded, tokenizer, model.path)
     scorer: RewardScorer | Scorer = RewardScorer(loaded) if reward else Scorer(loaded)
+    values_of = partial(_top, loaded, top_logprobs) if top_logprobs else partial(_values, scorer)
 
     scores: dict[int, list[dict[str, Any]]] = {}
     order = np.argsort(-dataset.lengths, kind="stable")
     for start in progress(range(0, len(order), BATCH), f"scoring {file.name}"):
         examples = [dataset[int(i)] for i in order[start : start + BATCH]]
-        found = of_sequences(examples, partial(_values, scorer), device, tokens_per_pack, reward)
+        found = of_sequences(examples, values_of, device, tokens_per_pack, reward)
         scores |= {example.row: values for example, values in zip(examples, found, strict=True)}
 
     names = ("chosen_", "rejected_") if kind == "pair" else ("",)
@@ -177,6 +189,20 @@ def _values(scorer: RewardScorer | Scorer, packed: Pack) -> Iterator[dict[str, A
         return
     for logprobs in scorer(packed).logprob_N.split(packed.length_S.tolist()):
         yield {"logprob": float(logprobs.sum()), "logprobs": logprobs.tolist()}
+
+
+def _top(model: nn.Module, count: int, packed: Pack) -> Iterator[dict[str, Any]]:
+    """The log-probabilities of each sequence of a pack, and the `count` most likely tokens at each of its tokens."""
+    hidden_N, head = scored_states(model, packed), Head.of(model)
+    logprob_N, wide = scores_in(packed, model, hidden_N, 1.0).logprob_N, float32_weight(head.weight)
+    count = min(count, len(head.weight))
+    chunks = (head.log_probs(rows, wide)[0].topk(count) for rows in hidden_N.split(TOP_ROWS))
+    values, ids = map(torch.cat, zip(*chunks, strict=True))
+    parts = (part.split(packed.length_S.tolist()) for part in (logprob_N, packed.target_N, ids, values))
+    for logprobs, *top in zip(*parts, strict=True):
+        named = zip(("token_ids", "logprob_token_ids", "logprobs"), top, strict=True)
+        found = {"logprob": float(logprobs.sum()), "logprobs": logprobs.tolist()}
+        yield found | {"teacher_logprobs": {name: part.tolist() for name, part in named}}
 
 
 def _kind(records: Sequence[Record], data: DataConfig) -> KindName:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from posttrain.base.distributions import sign_test
 from posttrain.base.files import table_beside
 from posttrain.base.log import log
-from posttrain.base.words import counted
+from posttrain.base.words import counted, filled
 from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
 from posttrain.grading.extract import after_thinking, last_number
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, Grade
@@ -36,11 +36,6 @@ MOST_OBJECTS = 100  # maximum number of braces in a reply at which a JSON object
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
-
-
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with `{name}` replaced for every name in `values`. Braces elsewhere and in values are unchanged."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def built_in(name: str, answer: str | None) -> str:

@@ -314,8 +314,8 @@ def refuse_sharded(config: RunConfig) -> None:
         )
     if config.method.prompts_teacher:
         raise ConfigError(
-            "with method.teacher_system_prompt, ranks differ in their number of teacher packs, but devices.strategy: "
-            "fsdp needs equally many on every rank: use devices.strategy: ddp"
+            "if the teacher has prompts of its own, ranks differ in their number of teacher packs, but "
+            "devices.strategy: fsdp needs equally many on every rank: use devices.strategy: ddp"
         )
 
 

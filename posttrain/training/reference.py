@@ -7,9 +7,10 @@ the tokens of the student's completions, and may have its own prompts.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.base.console import progress
-from posttrain.base.errors import ModelError, RunError
+from posttrain.base.errors import DataError, ModelError, RunError
 from posttrain.base.files import default_cache
 from posttrain.base.log import log
+from posttrain.base.words import counted
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import DistillMethod, RunConfig
 from posttrain.config.schema.base import MethodSettings, ReferenceMethod
 from posttrain.data import Dataset, Prepared
-from posttrain.data.prepare import prompts_with_system
-from posttrain.models.families import base_of, is_adapted
+from posttrain.data.prepare import teacher_prompts
+from posttrain.data.prompts import Reprompt
+from posttrain.distillation import Head, Top
+from posttrain.models.families import base_of, head_layer, is_adapted, positions_of
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import as_begun
 from posttrain.models.sharding import at_rest, own_part, own_rows, whole
-from posttrain.rollout import Rollout, RolloutPack
+from posttrain.rollout import Ids, Rollout, RolloutPack, with_prompts
 from posttrain.runs.checkpoint import save_folder, verify
 from posttrain.runs.files import load_parts, load_tensors, save_tensors
 from posttrain.runs.inputs import reference_settings
@@ -221,38 +225,90 @@ def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
 
 
 class Teacher:
-    """The model to distill: another model, or the policy before training (adapter off or initial, or a frozen copy).
+    """The model to distill: another model, the policy before training (adapter off or initial, or a frozen copy), or
+    the policy with the weights that a step begins with.
 
-    With `teacher_system_prompt`, the teacher's prompt differs from the student's. Raises ModelError if the teacher's
-    tokenizer differs from the student's.
+    Its prompts may differ from the student's. Raises ModelError if its tokenizer differs from the student's.
     """
 
     def __init__(self, job: Job, method: DistillMethod, policy: nn.Module):
-        self._job, system = job, method.teacher_system_prompt
-        self._prompts = None if system is None else prompts_with_system(job.config, job.tokenizer, system)
-        self._adapter = policy if method.teacher is None and is_adapted(policy) else None
+        self._job, self._method = job, method
         if method.teacher is not None:
             self._refuse_other_tokenizer(job, method.teacher)
-        self.model = self._adapter or frozen_model(job, method.teacher)
+        is_policy = method.avoids_second_model or (method.teacher is None and is_adapted(policy))
+        self.model = policy if is_policy else frozen_model(job, method.teacher)
+        self._begun = policy if is_policy and is_adapted(policy) and method.refers_to_itself else None
+        positions = positions_of(base_of(self.model).config)
+        # The last token of a sequence is not fed.
+        self._longest = min(job.config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
+        self._prompts: Mapping[int, Ids] | None = None  # by row
+        if method.prompts_teacher and not method.use_successful_as_teacher:
+            self._prompts = teacher_prompts(job.config, job.tokenizer, method, self._longest)
+        self._reprompt = Reprompt(job.config, job.tokenizer, method.context_template)
+
+    def check(self, rows: np.ndarray) -> None:
+        """Raise DataError if a training prompt (by row) has no prompt of the teacher's own that fits."""
+        if self._prompts is None or not (lost := sorted({*rows.tolist()} - self._prompts.keys())):
+            return
+        raise DataError(
+            f"{counted(len(lost), 'prompt')} with the teacher's additions cannot be rendered, or leave no room for a "
+            f"completion of {self._job.config.completion_length:,} tokens in {self._longest:,} (the smaller of "
+            "training.tokens_per_pack and the model's positions): raise training.tokens_per_pack, or remove these "
+            f"rows: {', '.join(map(str, lost[:10]))}{', …' * (len(lost) > 10)}"
+        )
+
+    def taught(self, rollout: Rollout, contexts: Sequence[str | None] | None) -> list[Ids | None]:
+        """The teacher's prompt of each completion, with its context if there are `contexts`; None for a completion
+        without a context, or whose prompt then leaves no room for it."""
+        prompts = [rollout.prompts[completion.group] for completion in rollout.completions]
+        if contexts is None:
+            own = self._prompts
+            return [prompt.trees[0].tokens if own is None else own[prompt.row] for prompt in prompts]
+        known = [(prompt, context) for prompt, context in zip(prompts, contexts, strict=True) if context is not None]
+        written = iter(self._reprompt([(prompt.facts or {}, context) for prompt, context in known]))
+        most = [self._longest - len(completion.tokens) for completion in rollout.completions]
+        found = [None if context is None else next(written) for context in contexts]
+        return [None if one is None or len(one) > room else one for one, room in zip(found, most, strict=True)]
+
+    def top(self, rollout: Rollout) -> Top:
+        """The log-probabilities in the data (R, K) of its completions' tokens. Raises DataError if a token id is not
+        one of the model's."""
+        rows: list[tuple[list[int], list[float]]] = []
+        known = len(head_layer(self.model).weight)
+        for completion in rollout.completions:
+            prompt = rollout.prompts[completion.group]
+            given = (prompt.facts or {})["columns"][self._method.teacher_logprobs]
+            pairs = [*zip(given["logprob_token_ids"], given["logprobs"], strict=True)][: len(completion.tokens)]
+            if (largest := max(max(ids) for ids, _ in pairs)) >= known:
+                raise DataError(
+                    f"row {prompt.row}: {self._method.teacher_logprobs} has the token id {largest:,}, but the model "
+                    f"has {known:,}: the teacher must have the student's tokenizer"
+                )
+            rows += pairs
+        most = max((len(ids) for ids, _ in rows), default=0)
+        ids = [[*ids, *ids[:1] * (most - len(ids))] for ids, _ in rows]
+        logprobs = [[*values, *[-math.inf] * (most - len(values))] for _, values in rows]
+        return Top(torch.tensor(ids, device=self._job.device), torch.tensor(logprobs, device=self._job.device))
 
     @torch.no_grad()
-    def states(self, rollout: Rollout, part: RolloutPack) -> Tensor:
-        """The last hidden states (N, D) that predict a rollout pack's scored tokens, in the pack's order."""
-        with as_begun(self._adapter) if self._adapter else nullcontext():
-            if (prompts := self._prompts) is None:
-                return scored_states(self.model, part.pack)
-            own = [replace(p, trees=(replace(p.trees[0], tokens=prompts[p.row]),)) for p in rollout.prompts]
+    def outputs(self, rollout: Rollout, prompts: Sequence[Ids | None], part: RolloutPack) -> tuple[Head, Tensor]:
+        """The head, and the last hidden states (N, D) that predict a rollout pack's scored tokens, in the pack's order.
+        `prompts`: those of `taught`."""
+        with as_begun(self._begun) if self._begun is not None else nullcontext():
+            head = Head.of(self.model, self._job.config.rollout.temperature)
+            if not self._method.prompts_teacher:
+                return head, scored_states(self.model, part.pack)
             index_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
             index_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
             states_N = None
             job, size = self._job, self._job.config.training.tokens_per_pack
-            for theirs in replace(rollout, prompts=own).parts(part.completion_S, job.pack, size, job.feeds_last):
+            for theirs in with_prompts(rollout, prompts).parts(part.completion_S, job.pack, size, job.feeds_last):
                 theirs = theirs.to(self._job.device)
                 states = scored_states(self.model, theirs.pack)
                 states_N = states.new_empty(len(part.token_N), states.shape[1]) if states_N is None else states_N
                 states_N[index_R[theirs.token_N]] = states
             assert states_N is not None
-            return states_N
+            return head, states_N
 
     @staticmethod
     def _refuse_other_tokenizer(job: Job, path: str) -> None:

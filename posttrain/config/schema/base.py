@@ -186,7 +186,7 @@ class MethodSettings(Settings):
     @property
     def prompts_teacher(self) -> bool:
         """Whether the teacher has its own prompts."""
-        return getattr(self, "teacher_system_prompt", None) is not None
+        return False
 
     @property
     def completed_share(self) -> float:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, Validat
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.functions import find_function
-from posttrain.config.schema import offline, online
+from posttrain.config.schema import distill, offline, online
 from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.online import PPO_NAMES
 from posttrain.config.schema.types import FUNCTION, is_own
@@ -27,7 +27,7 @@ def spell_out(method: Any) -> Any:
 AnyMethod = (
     offline.SFTMethod | offline.RewardMethod | offline.DPOMethod | offline.ORPOMethod | offline.CPOMethod
     | offline.SimPOMethod | offline.KTOMethod | online.PPOMethod | online.GRPOMethod | online.RLOOMethod
-    | online.ReinforcePlusPlusMethod | online.DistillMethod
+    | online.ReinforcePlusPlusMethod | distill.DistillMethod
 )  # fmt: skip
 METHODS: dict[str, type[AnyMethod]] = {method.name(): method for method in get_args(AnyMethod)}
 METHOD_NAMES = (*METHODS, "ipo")

@@ -1,4 +1,4 @@
-"""The settings of the methods that learn from their own completions: GRPO and its variants, PPO, distillation."""
+"""The settings of the methods that learn from their own completions: GRPO and its variants, PPO."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -6,18 +6,7 @@ from pydantic import Field, model_validator
 
 from posttrain.config.schema.base import Conflicts, MethodSettings, ReferenceMethod, Settings, setting
 from posttrain.config.schema.rollout import Curriculum
-from posttrain.config.schema.types import (
-    AboveZero,
-    Float,
-    ModelPath,
-    Natural,
-    NonNegative,
-    OrOwn,
-    Positive,
-    Share,
-    ZeroToOne,
-    is_own,
-)
+from posttrain.config.schema.types import AboveZero, Float, Natural, NonNegative, OrOwn, Positive, ZeroToOne, is_own
 
 PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo",
@@ -361,37 +350,3 @@ class PPOMethod(RewardedMethod):
         if not self.is_default("kl_horizon") and self.target_kl is None:
             yield "kl_horizon", "has no effect without target_kl; leave it out"
         yield from super().check()
-
-
-class DistillMethod(OnlineMethod):
-    """On-policy distillation: a teacher scores every token of the student's completions."""
-
-    learning_rates = (1e-5, 1e-4)
-    loss_setting = "divergence"
-    read_by = (("jsd_beta", frozenset({"jsd"})),)
-    example = ("Qwen/Qwen3-0.6B-Base", "gsm8k")
-
-    type: Literal["distill"] = setting("distill", "On-policy distillation from a teacher.")
-    teacher: ModelPath | None = setting(
-        None, "Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training."
-    )
-    teacher_system_prompt: str | None = setting(
-        None, "System prompt of the teacher; null: the student's, data.system_prompt."
-    )
-    num_generations: Positive = setting(1, "Number of completions per prompt.")
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = setting(
-        "reverse_kl", "Divergence between student and teacher to minimise at every token."
-    )
-    jsd_beta: Share = setting(0.5, "Weight of the teacher in jsd; 0 is the forward KL, 1 the reverse KL.")
-    on_policy_fraction: ZeroToOne = setting(
-        1.0, "Share of the prompts that the student completes; the rest use the data's completions."
-    )
-
-    def check(self) -> Conflicts:
-        yield from super().check()
-        if self.teacher is None and self.teacher_system_prompt is None:
-            yield (
-                "teacher",
-                "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself "
-                "with another prompt",
-            )

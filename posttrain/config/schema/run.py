@@ -232,6 +232,8 @@ class RunConfig(Settings):
                     "evaluation with rewards",
                 )
             return
+        if not self.rewards and getattr(method, "use_successful_as_teacher", False):
+            yield "rewards", "are needed by method.use_successful_as_teacher; give some, e.g. rewards: [{type: math}]"
         if not self.rewards and method.needs_rewards and not self.environments:
             yield "rewards", "is empty; give at least one, e.g. rewards: [{type: math}]"
         if method.head != "lm":
@@ -296,8 +298,8 @@ class RunConfig(Settings):
             yield given, f"are for methods that sample completions, which {self.method.type} does not"
         elif self.method.reads_completions:
             yield given, "cannot be combined with completions of the data (method.on_policy_fraction below 1)"
-        elif getattr(self.method, "teacher_system_prompt", None) is not None:
-            yield given, "cannot be combined with method.teacher_system_prompt: episodes have a prompt of their own"
+        elif self.method.prompts_teacher:
+            yield given, "cannot be combined with prompts of the teacher's own: episodes have a prompt of their own"
         if self.data.template == "none":
             yield given, "need a chat template, but data.template is none"
         yield from check_tools(self.environments, self.tools)
