@@ -42,7 +42,7 @@ class Pairs:
     rejected_length_P: Tensor
 
     def __post_init__(self) -> None:
-        check_vectors({field.name: getattr(self, field.name) for field in fields(self)})
+        check_vectors(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def __len__(self) -> int:
         return self.chosen_P.shape[0]

@@ -112,16 +112,6 @@ class Step:
             return sampler_N
         return torch.where((old_N - sampler_N).abs() < ROUNDING, old_N, sampler_N)
 
-    def record(
-        self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor, entropy_N: Tensor
-    ) -> None:
-        """Record these tokens' numbers, from the step's only update, for the rollout store."""
-        if self.reference_R is None:
-            self.reference_R = torch.zeros_like(self.new_R)
-        self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
-        self.reference_R[at_N], self.advantage_R[at_N] = reference_N, advantage_N
-        self.entropy_R[at_N] = entropy_N
-
     def assign(self, parts: Sequence[RolloutPack]) -> None:
         """Start an update of these packs; afterwards each rank has the numbers of its own packs."""
         if self._ranks.size > 1:
@@ -191,18 +181,6 @@ class Step:
             tokens = np.asarray(prompt.trees[0].tokens).tolist()
             prompts.append(StoredPrompt(prompt.row, as_text(prompt), tokens, facts))
         return prompts, completions
-
-
-@dataclass(frozen=True, slots=True)
-class StepPack:
-    """A pack of completions from a minibatch."""
-
-    step: Step
-    part: RolloutPack
-
-    @property
-    def num_tokens(self) -> int:
-        return self.part.num_tokens
 
 
 @torch.no_grad()
@@ -280,14 +258,13 @@ def given_completions(prompts: Sequence[Example]) -> Rollout:
     return Rollout(prompts, completions)
 
 
-def measure_mismatch(job: Job, method: Any, sample: Sampler, step: Step) -> None:
+def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
     """Record the mismatch between engine and trainer of a step whose tokens the trainer has scored.
 
     Runs before the step's first update, so that nothing is learned from an engine with wrong weights. Raises
     VitalSignError if the mismatch exceeds rounding.
     """
-    rollout = step.rollout
-    inside_R = step.in_loss_R.cpu()
+    rollout, method, inside_R = step.rollout, job.config.method, step.in_loss_R.cpu()
     if step.mismatch is not None or not inside_R.any():
         return
     step.exchange("trainer_R")
@@ -343,7 +320,7 @@ class Online:
     ) -> None:
         """Make the updates of a step; then log its metrics and those of `finish`, check alarms, and store rollouts."""
         loop, store = self.loop, self._store
-        check = partial(measure_mismatch, loop.job, self.models.method, self.sample, step)
+        check = partial(measure_mismatch, loop.job, self.sample, step)
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
             if loop.job.config.rollout.save:

@@ -15,7 +15,7 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import DPOMethod
 from posttrain.data import Prepared
-from posttrain.losses import loss_coefficients
+from posttrain.losses import called, loss_coefficients
 from posttrain.losses.preference import Pairs, couples_batch, preference_loss, preference_metrics
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
@@ -44,18 +44,8 @@ def objectives(models: Preference) -> ObjectiveOf:
         packs = job.pack(examples)
         chosen_tokens = sum(int(pack.pairs(pack.length_S)[0].sum()) for pack in packs)
         tokens = sum(len(pack.target_N) for pack in packs)
-        loss_of = partial(
-            preference_loss,
-            loss_type=method.loss_type,
-            loss_weights=method.loss_weights,
-            beta=method.beta,
-            label_smoothing=method.label_smoothing,
-            f_divergence_type=method.f_divergence_type,
-            f_alpha_divergence_coef=method.f_alpha_divergence_coef,
-            discopop_tau=method.discopop_tau,
-            num_pairs=len(examples),
-            num_chosen_tokens=chosen_tokens,
-        )
+        counts = {"num_pairs": len(examples), "num_chosen_tokens": chosen_tokens}
+        loss_of = partial(called, preference_loss, **dict(method), **counts)
         if couples_batch(method.loss_type) and len(packs) > 1:
             loss_of = couple(models, loss_of, packs, examples)
 

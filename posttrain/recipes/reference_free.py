@@ -16,6 +16,7 @@ from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
 from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Prepared
+from posttrain.losses import called
 from posttrain.losses.preference import Pairs
 from posttrain.losses.reference_free import contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
@@ -71,18 +72,8 @@ def comparison(method: AnyMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metri
     """The method's comparison of chosen and rejected: a loss per pair (P), and metrics as sums over the pairs."""
     if isinstance(method, ORPOMethod):
         return lambda pairs: (odds_ratio(pairs, beta=method.beta), odds_ratio_metrics(pairs, method.beta))
-    loss_type = method.loss_type if isinstance(method, CPOMethod) else "simpo"
-    return lambda pairs: (
-        contrastive(
-            pairs,
-            loss_type=loss_type,
-            beta=method.beta,
-            label_smoothing=method.label_smoothing,
-            simpo_gamma=method.simpo_gamma,
-            alpha=method.alpha,
-        ),
-        contrastive_metrics(pairs, loss_type=loss_type, beta=method.beta, alpha=method.alpha),
-    )
+    settings = {"loss_type": "simpo"} | dict(method)
+    return lambda pairs: (called(contrastive, pairs, **settings), called(contrastive_metrics, pairs, **settings))
 
 
 def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) -> Pairs:

@@ -172,12 +172,9 @@ def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
         yield None
         return
     after = -1 if job.checkpoint is None else saved_step(job.checkpoint)
-    store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after, job.checkpoint)
-    saver.rollouts = store
-    try:
-        yield store
-    finally:
-        store.close()
+    most = int(settings.max_database_gb * GIB)
+    with closing(RolloutStore(job.run.folder, most, after, job.checkpoint)) as saver.rollouts:
+        yield saver.rollouts
 
 
 def evaluated_rows(config: RunConfig, step: int, name: str, size: int) -> np.ndarray:

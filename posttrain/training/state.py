@@ -69,8 +69,7 @@ class State:
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> State:
         window = {name: math.nan if value is None else value for name, value in saved["window"].items()}
-        facts: dict[str, Any] = {**saved, "window": window}
-        return cls(**facts)
+        return cls(**(saved | {"window": window}))
 
 
 @dataclass(frozen=True, slots=True)

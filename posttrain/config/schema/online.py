@@ -207,9 +207,8 @@ class GRPOMethod(PolicyGradientMethod):
         return self.loss_type in CLIPPED_LOSSES or is_own(self.loss_type)
 
     def _check_trees(self) -> Conflicts:
+        yield from self.unused("num_trees", "tree_rounds")
         if self.num_trees is None:
-            if self.tree_rounds != 1:
-                yield "tree_rounds", "has no effect without num_trees; leave it out"
             return
         branches = (self.num_generations - self.num_trees) // self.num_trees
         if branches < self.tree_rounds:
@@ -234,7 +233,10 @@ class GRPOMethod(PolicyGradientMethod):
     def check(self) -> Conflicts:
         yield from super().check()
         yield from self._check_trees()
-        yield from self._check_entropy()
+        bounds = ("entropy_coef_min", "entropy_coef_max")
+        yield from self.unused("use_adaptive_entropy", *bounds, "entropy_coef_delta", "entropy_target")
+        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+            yield "entropy_coef", f"is {self.entropy_coef}, outside {' and '.join(bounds)}"
         for name in ("scale_rewards", "kl_in", "advantage_level", "num_trees", "resampling_rounds"):
             if self.multi_objective_aggregation == "normalize_then_sum" and not self.is_default(name):
                 yield name, "is for sums of rewards, but normalize_then_sum compares each reward alone; leave it out"
@@ -260,15 +262,6 @@ class GRPOMethod(PolicyGradientMethod):
                 f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
                 "changes of the policy between them; give 1, or another loss_type",
             )
-
-    def _check_entropy(self) -> Conflicts:
-        if self.use_adaptive_entropy:
-            if not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
-                yield "entropy_coef", f"is {self.entropy_coef}, outside entropy_coef_min and entropy_coef_max"
-            return
-        for name in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
-            if not self.is_default(name):
-                yield name, "has no effect without use_adaptive_entropy; leave it out"
 
 
 class RLOOMethod(PolicyGradientMethod):
@@ -347,6 +340,5 @@ class PPOMethod(RewardedMethod):
     def check(self) -> Conflicts:
         if self.target_kl is not None and self.kl_coef <= 0:
             yield "target_kl", "needs a kl_coef above 0: kl_coef adapts by factors, so 0 would never change"
-        if not self.is_default("kl_horizon") and self.target_kl is None:
-            yield "kl_horizon", "has no effect without target_kl; leave it out"
+        yield from self.unused("target_kl", "kl_horizon")
         yield from super().check()
