@@ -52,11 +52,6 @@ class Turns:
     sequence_U: Tensor  # index of the turn's completion, ascending
     tree_S: Tensor | None = None  # if completions branch: the number of each one's tree in its group
 
-    @classmethod
-    def single(cls, reward_S: Tensor, length_S: Tensor) -> "Turns":
-        """Completions of one turn."""
-        return cls(reward_S, reward_S, length_S, torch.arange(len(length_S)))
-
     @property
     def sequence_N(self) -> Tensor:
         """The index of each trained token's completion."""

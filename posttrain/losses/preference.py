@@ -228,14 +228,13 @@ class PreferenceLoss:
     """An entry of PREFERENCE_LOSSES. `couples_batch`: values depend on other pairs, so the loss needs the full step."""
 
     function: Callable[..., Tensor]
-    couples_batch: bool = False
+    couples_batch: bool
 
 
 LOSSES = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, apo_zero, apo_down, discopop, sft,
           sigmoid_norm)  # fmt: skip
 COUPLING = (kto_pair, aot, aot_unpaired)
-PREFERENCE_LOSSES = {function.__name__: PreferenceLoss(function) for function in LOSSES}
-PREFERENCE_LOSSES |= {function.__name__: PreferenceLoss(function, couples_batch=True) for function in COUPLING}
+PREFERENCE_LOSSES = {each.__name__: PreferenceLoss(each, each in COUPLING) for each in (*LOSSES, *COUPLING)}
 
 
 @functools.cache

@@ -346,7 +346,7 @@ def online(job: Job, data: Prepared, load_reference: Callable[[Job, Any, nn.Modu
     reference = load_reference(job, method, policy)
     loop = Loop(job, trained, optimizer, data, reference)
     models = Models(job, method, scorer, reference, loop.state)
-    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
+    with sampler_of(job, policy, data) as sample, rollout_store(job, loop.saver) as store:
         yield Online(loop, models, sample, store)
 
 

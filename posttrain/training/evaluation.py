@@ -151,14 +151,11 @@ def environments_of(config: RunConfig, ranks: Ranks) -> Environments:
 
 
 @contextmanager
-def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
-    """The run's sampler, with its engine and rewards; checks the rules and loads reward models.
-
-    Without `keeps`, the engine releases its memory after each rollout.
-    """
+def sampler_of(job: Job, policy: nn.Module, data: Prepared) -> Iterator[Sampler]:
+    """The run's sampler, with its engine and rewards; checks the rules and loads reward models."""
     with ExitStack() as resources:
         parts = _Samplers(resources, job, policy, data)
-        sampler = parts.sampler(parts.rewards or Rewards(()), job.config.rollout, keeps=keeps)
+        sampler = parts.sampler(parts.rewards or Rewards(()), job.config.rollout, keeps=job.keeps_engine)
         sampler.evaluation = parts.of_sets()
         yield sampler
 

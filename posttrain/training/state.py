@@ -69,7 +69,8 @@ class State:
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> State:
         window = {name: math.nan if value is None else value for name, value in saved["window"].items()}
-        return cls(**(saved | {"window": window}))
+        facts: dict[str, Any] = {**saved, "window": window}
+        return cls(**facts)
 
 
 @dataclass(frozen=True, slots=True)
