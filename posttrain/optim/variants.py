@@ -125,9 +125,8 @@ class AdamWCPUOffload(AdamW):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._buffers[name].copy_(grad, non_blocking=True)
-                arrived = self._stream.record_event(
-                    torch.cuda.Event(blocking=True)
-                )  # waiting for this event uses no CPU
+                # Waiting for this event uses no CPU.
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))
             grad.record_stream(self._stream)  # its memory is not reused before it has been read
         parameter.grad = None
         if self._adder is None:

@@ -132,8 +132,7 @@ class PolicyGradientLoss:
         where, sampler_N = (pack.sequence_N, pack.length_S), step.sampler(at_N, old_N)
         importance_N = torch.ones_like(old_N)
         if method.importance_sampling is not None:
-            settings = method.importance_sampling.model_dump()
-            importance_N, _ = sampling_weights(old_N, sampler_N, *where, **settings)
+            importance_N, _ = sampling_weights(old_N, sampler_N, *where, **dict(method.importance_sampling))
         behaviour_N = old_N
         if loss_of(method).surrogate is vespo:  # its weight includes the correction for the engine
             behaviour_N, importance_N = old_N - importance_N.log().clamp(min=LEAST_LOG_W), torch.ones_like(old_N)

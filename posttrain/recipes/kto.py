@@ -63,8 +63,7 @@ def train(job: Job, data: Prepared) -> Loop:
     for examples in run.steps(with_previous=in_order):
         previous = [loop.previous(), *examples[:-1]] if in_order else None
         baseline = levels(run.models, examples, previous, training=True)
-        packs, objective = run.objective_of(examples, baseline=baseline)
-        loop.update(packs, objective)
+        loop.update(*run.objective_of(examples, baseline=baseline))
         if baseline.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(baseline.rewards)
     return loop

@@ -2,8 +2,7 @@
 
 run = Offline(job, data, objectives)
 for examples in run.steps():
-    packs, objective = run.objective_of(examples)
-    run.loop.update(packs, objective)
+    run.loop.update(*run.objective_of(examples))
 """
 
 from collections.abc import Callable, Iterator

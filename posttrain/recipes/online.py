@@ -10,7 +10,7 @@ with online(job, data, reference_of) as run:
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -286,6 +286,7 @@ class Online:
 
     def __init__(self, loop: Loop, models: Models[Any, Any, Any], sample: Sampler, store: RolloutStore | None):
         self.loop, self.models, self.sample = loop, models, sample
+        self.sampling = loop.interruption.sampling  # a context for the part of a step before its first update
         self._policy, self._store = models.scorer.model, store
         self._alarms = Alarms(loop.state.memory, models.method)
 
@@ -300,10 +301,6 @@ class Online:
         self.sample.engine.load(self._policy, self.loop.state.step)
         if self.loop.evaluation_due:
             evaluate(self.loop, self.sample, self._store)
-
-    def sampling(self) -> AbstractContextManager[None]:
-        """A context for the part of a step before its first update."""
-        return self.loop.interruption.sampling()
 
     def check_packing(self, number: int, step: Step) -> None:
         """Check the packs of the run's first step; do nothing in later steps."""

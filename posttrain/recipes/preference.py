@@ -15,7 +15,7 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import DPOMethod
 from posttrain.data import Prepared
-from posttrain.losses import called, loss_coefficients
+from posttrain.losses import loss_coefficients
 from posttrain.losses.preference import Pairs, couples_batch, preference_loss, preference_metrics
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
@@ -31,8 +31,7 @@ Preference = Models[DPOMethod, Scorer, Reference]
 def train(job: Job, data: Prepared) -> Loop:
     run = Offline(job, data, objectives)
     for examples in run.steps():
-        packs, objective = run.objective_of(examples)
-        run.loop.update(packs, objective)
+        run.loop.update(*run.objective_of(examples))
     return run.loop
 
 
@@ -45,7 +44,7 @@ def objectives(models: Preference) -> ObjectiveOf:
         chosen_tokens = sum(int(pack.pairs(pack.length_S)[0].sum()) for pack in packs)
         tokens = sum(len(pack.target_N) for pack in packs)
         counts = {"num_pairs": len(examples), "num_chosen_tokens": chosen_tokens}
-        loss_of = partial(called, preference_loss, **dict(method), **counts)
+        loss_of = partial(preference_loss, **dict(method), **counts)
         if couples_batch(method.loss_type) and len(packs) > 1:
             loss_of = couple(models, loss_of, packs, examples)
 

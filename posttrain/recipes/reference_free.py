@@ -32,8 +32,7 @@ AnyMethod = ORPOMethod | CPOMethod | SimPOMethod
 def train(job: Job, data: Prepared) -> Loop:
     run = Offline(job, data, objectives)
     for examples in run.steps():
-        packs, objective = run.objective_of(examples)
-        run.loop.update(packs, objective)
+        run.loop.update(*run.objective_of(examples))
     return run.loop
 
 
@@ -94,11 +93,7 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
     marked = [
         replace(example, trees=(replace(example.trees[0], trained=True), *example.trees[1:])) for example in examples
     ]
-    packs = []
-    for pack in pack_of(marked):
-        kept_N = ~in_prompt(pack, examples) | pack.is_chosen_N
-        packs.append(pack.with_targets(kept_N))
-    return packs
+    return [pack.with_targets(~in_prompt(pack, examples) | pack.is_chosen_N) for pack in pack_of(marked)]
 
 
 def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:

@@ -7,11 +7,10 @@ only because the weights differ. Training's random generators are unaffected.
 import logging
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import deepcopy
 from statistics import fmean
-from typing import Protocol
 
 import numpy as np
 from torch import nn
@@ -48,10 +47,8 @@ from posttrain.training.state import total_steps
 log = logging.getLogger("posttrain")
 
 
-class SamplingContext(Protocol):
-    """Creates a context for sampling; a signal inside the context abandons the work at once."""
-
-    def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
+# Creates a context for sampling (`evaluating`: in an evaluation); a signal inside it abandons the work at once.
+SamplingContext = Callable[..., AbstractContextManager[None]]
 
 
 class _Samplers:

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
+from posttrain.optim.update import Batch, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -45,7 +45,6 @@ from posttrain.training.suites import SuiteEvaluation
 log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
-Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # from a batch's examples to its packs and objective
 
 

@@ -102,10 +102,8 @@ class DistillMethod(OnlineMethod):
             elif "{privileged_context}" not in self.teacher_prompt_template:
                 yield "teacher_prompt_template", "must contain {privileged_context}"
         yield from self.unused("use_successful_as_teacher", "success_reward_threshold")
-        if self.use_successful_as_teacher:
-            yield from self._check_successful()
-
-    def _check_successful(self) -> Conflicts:
+        if not self.use_successful_as_teacher:
+            return
         for name in ("teacher_system_prompt", "privileged_context"):
             if getattr(self, name) is not None:
                 yield name, "cannot be combined with use_successful_as_teacher; leave it out"

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from posttrain.config.schema.base import Conflicts, MethodSettings, ReferenceMethod, Settings, setting
 from posttrain.config.schema.rollout import Curriculum
-from posttrain.config.schema.types import AboveZero, Float, Natural, NonNegative, OrOwn, Positive, ZeroToOne, is_own
+from posttrain.config.schema.types import AboveZero, Fraction, Natural, NonNegative, OrOwn, Positive, ZeroToOne, is_own
 
 PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo",
@@ -178,7 +178,7 @@ class GRPOMethod(PolicyGradientMethod):
     off_policy_mask_threshold: AboveZero | None = setting(
         None, "Drift in nats per token above which bad completions leave the loss; null: none do."
     )
-    top_entropy_quantile: Annotated[Float, Field(gt=0, le=1)] = setting(
+    top_entropy_quantile: Fraction = setting(
         1.0, "Share of tokens, those with the highest entropy, that the policy loss covers."
     )
     use_bias_correction_kl: bool = setting(
@@ -314,7 +314,7 @@ class PPOMethod(RewardedMethod):
     whiten_rewards: bool = setting(
         False, "Whether to scale a step's token rewards to a standard deviation of 1 and keep their mean."
     )
-    gamma: Annotated[Float, Field(gt=0, le=1)] = setting(1.0, "Discount factor per token.")
+    gamma: Fraction = setting(1.0, "Discount factor per token.")
     lam: ZeroToOne = setting(0.95, "GAE's lambda: 0 relies on the values, 1 on the rewards.")
     kl_coef: NonNegative = setting(0.05, "Weight of the KL to the reference in each token's reward; 0: no reference.")
     kl_estimator: KLEstimator = "k1"
