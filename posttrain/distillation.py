@@ -33,8 +33,6 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
-
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p ‖ q), and its gradient p (log(p / q) − KL)."""
@@ -62,7 +60,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor
 
 
 def divergence_of(name: str, beta: float) -> Divergence:
-    """Return the divergence called `name`, one of DIVERGENCES (KeyError otherwise). Only `jsd` uses `beta`."""
+    """Return the divergence called `name` (KeyError if there is none). Only `jsd` uses `beta`."""
     return {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": partial(jensen_shannon, beta=beta)}[name]
 
 
