@@ -24,16 +24,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.matmul import float32_weight, product
-from posttrain.scoring import chunks_of, head_of, logits_of, row_step
+from posttrain.models.matmul import float32_weight
+from posttrain.scoring import chunks_of, head_gradients, head_of, logits_of, row_step
 
 # Maximum elements of a chunk of logits. About five such chunks exist at a time; together they are about as large as one
 # chunk of `ChunkedScores`.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +60,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor
 
 
 def divergence_of(name: str, beta: float) -> Divergence:
-    """Return the divergence called `name`, one of DIVERGENCES (KeyError otherwise). Only `jsd` uses `beta`."""
+    """Return the divergence called `name` (KeyError if there is none). Only `jsd` uses `beta`."""
     return {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": partial(jensen_shannon, beta=beta)}[name]
 
 
@@ -171,14 +169,13 @@ class ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_N, weight, bias, ours, log_q_of, step, target_N, weight_N, divergence):
-        size, (need_hidden, need_weight, need_bias) = len(target_N), ctx.needs_input_grad[:3]
+        size, wide = len(target_N), float32_weight(weight)
         value_N, logprob_N, entropy_N, teacher_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
-        grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        wide = float32_weight(weight)
-        rows_at_a_time = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
-        for rows in chunks_of(size, rows_at_a_time, max(row_step(wide), step)):
+        most = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"])
+        chunks = chunks_of(size, most, weight, max(row_step(wide), step))
+
+        def compared(rows: slice) -> Tensor:
+            """Set the outputs of a chunk, and return its gradient with respect to h W^T + b."""
             log_p, capped = ours.log_probs(hidden_N[rows], wide)
             log_q = log_q_of(rows, log_p)
             at = target_N[rows, None]
@@ -186,26 +183,12 @@ class ChunkedDivergence(torch.autograd.Function):
             entropy_N[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
             value_N[rows], grad_logits = divergence(log_p, log_q)
             del log_p, log_q
-            if not any(ctx.needs_input_grad):
-                continue
             grad_logits *= weight_N[rows, None] / ours.temperature
             if capped is not None:
                 grad_logits *= 1 - (capped / ours.softcap) ** 2
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(weight.dtype)
-            if grad_hidden_N is not None:
-                grad_hidden_N[rows] = product(grad_logits, weight.t())
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad_logits.t(), hidden_N[rows])
-                else:
-                    grad_weight += grad_logits.t() @ hidden_N[rows]
-        ctx.gradients = (
-            grad_hidden_N,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-        )
+            return grad_logits
+
+        ctx.gradients = head_gradients(ctx.needs_input_grad, hidden_N, weight, bias, chunks, compared)
         ctx.mark_non_differentiable(value_N, logprob_N, entropy_N, teacher_N)
         ctx.set_materialize_grads(False)
         return torch.linalg.vecdot(weight_N, value_N), value_N, logprob_N, entropy_N, teacher_N

@@ -317,8 +317,6 @@ def turns_of(episodes: Sequence[Trajectory | None], reward_S: Tensor, length_S: 
     Each turn has the reward that the environment gave it. What the completion's reward has beyond their sum belongs to
     the last turn.
     """
-    if all(episode is None for episode in episodes):
-        return Turns.single(reward_S, length_S)
     rewards: list[float] = []
     lengths: list[int] = []
     owners: list[int] = []
@@ -336,10 +334,10 @@ def turns_of(episodes: Sequence[Trajectory | None], reward_S: Tensor, length_S: 
                 owners.append(index)
                 held = 0.0
         rewards[-1] += held
-    reward_U = torch.tensor(rewards, dtype=reward_S.dtype)
+    reward_U, length_U = torch.tensor(rewards, dtype=reward_S.dtype), torch.tensor(lengths, dtype=torch.int64)
     trees = [None if episode is None else episode.tree for episode in episodes]
     tree_S = None if None in trees else torch.tensor(trees, dtype=torch.int64)
-    return Turns(reward_S, reward_U, torch.tensor(lengths), torch.tensor(owners), tree_S)
+    return Turns(reward_S, reward_U, length_U, torch.tensor(owners, dtype=torch.int64), tree_S)
 
 
 def stored_turns(rows: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> Turns:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -43,8 +42,7 @@ READ_STEP = 4 * ROWS  # the last layer computes its output for a multiple of thi
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(NamedTuple):
     """The policy's scores of a pack's scored tokens, all float32."""
 
     logprob_N: torch.Tensor  # nats
@@ -101,9 +99,8 @@ class ValueScorer(nn.Module):
     def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Save model and head. `state_dict`: the model's weights, if the model is sharded (models/sharding.py)."""
         save(self.model, folder, state_dict)
-        save_file(
-            {name: t.detach().float().contiguous() for name, t in self.head.state_dict().items()}, folder / self.FILE
-        )
+        tensors = {name: t.detach().float().contiguous() for name, t in self.head.state_dict().items()}
+        save_file(tensors, folder / self.FILE)
 
 
 class RewardScorer(nn.Module):
@@ -120,8 +117,11 @@ class RewardScorer(nn.Module):
     def forward(self, pack: Pack) -> torch.Tensor:
         base = base_of(self.model)
         read_S = _read_at(pack, base.config.get_text_config().pad_token_id)
-        head = base.get_submodule("score")
-        return head(states_of_sequences(self.model, pack, read_S)).squeeze(-1).float()
+        if is_packed(base):
+            hidden_S = _packed_states(self.model, pack, read_S)
+        else:
+            hidden_S = _row_states(self.model, pack, torch.arange(len(read_S), device=read_S.device), read_S)
+        return base.get_submodule("score")(hidden_S).squeeze(-1).float()
 
 
 @torch.no_grad()
@@ -160,13 +160,6 @@ def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
     if is_packed(base_of(model)):
         return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
     return _row_states(model, pack, pack.sequence_N, pack.source_N)
-
-
-def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> torch.Tensor:
-    """Return the last hidden state (S, D) of one physical token per sequence, at the indices `index_S`."""
-    if is_packed(base_of(model)):
-        return _packed_states(model, pack, index_S)
-    return _row_states(model, pack, torch.arange(pack.num_sequences, device=index_S.device), index_S)
 
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
@@ -213,8 +206,7 @@ def scores_in(
     pair_P, of_N = (pack.where_N * vocabulary + pack.target_N).unique(return_inverse=True)
     first_P = torch.empty_like(pair_P).scatter_(0, of_N, index_N)
     once = scores_of(model, nn.functional.embedding(first_P, hidden_N), pair_P % vocabulary, temperature, top)
-    parts: list[Any] = [getattr(once, field.name) for field in fields(once)]
-    parts = [part if part is None else nn.functional.embedding(of_N, part[:, None]).squeeze(1) for part in parts]
+    parts: Any = (part if part is None else nn.functional.embedding(of_N, part[:, None]).squeeze(1) for part in once)
     return Scores(*parts)
 
 
@@ -265,34 +257,42 @@ class ChunkedScores(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         grad_logprob_N, grad_entropy_N, grad_mean_N = (*grad_outputs[:2], *grad_outputs[3:4], None)[:3]
         hidden_N, weight, bias, target_N, log_z_N, entropy_N = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         if ctx.fused:
             factor, gradient = weight, _triton().logits_gradient
-            chunks = chunks_of(len(target_N), max(1, gradient_elements(weight, need_weight) // len(weight)))
+            chunks = chunks_of(len(target_N), gradient_elements(weight, ctx.needs_input_grad[1]), weight)
         else:
             factor, gradient = float32_weight(weight), _logits_gradient
             chunks = _chunks(len(target_N), weight, row_step(factor))
-        for rows in chunks:
+
+        def of_logits(rows: slice) -> torch.Tensor:
             given = target_N, log_z_N, entropy_N, grad_logprob_N, grad_entropy_N
             parts = [values if values is None else values[rows] for values in given]
             parts = [hidden_N[rows], factor, bias, *parts, ctx.temperature, ctx.softcap]
-            grad_logits = gradient(*parts, *([] if grad_mean_N is None else [grad_mean_N[rows]]))
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=torch.float32)
-            grad_logits = grad_logits.to(weight.dtype)
-            if grad_hidden_N is not None:
-                grad_hidden_N[rows] = product(grad_logits, weight.t())
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad_logits.t(), hidden_N[rows])
-                else:
-                    grad_weight += grad_logits.t() @ hidden_N[rows]
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden_N, grad_weight, grad_bias, *[None] * 5
+            return gradient(*parts, *([] if grad_mean_N is None else [grad_mean_N[rows]]))
+
+        return *head_gradients(ctx.needs_input_grad, hidden_N, weight, bias, chunks, of_logits), *[None] * 5
+
+
+def head_gradients(needed, hidden_N, weight, bias, chunks: Iterable[slice], of_logits: Callable[[slice], torch.Tensor]):
+    """Return the needed gradients of hidden states, weight and bias, in their dtypes, and None for the others, from
+    `of_logits`, which gives a chunk's gradient with respect to h W^T + b."""
+    grad_hidden_N = torch.empty_like(hidden_N) if needed[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    for rows in chunks:
+        grad_logits = of_logits(rows)
+        if grad_bias is not None:
+            grad_bias += grad_logits.sum(0, dtype=torch.float32)
+        grad_logits = grad_logits.to(weight.dtype)
+        if grad_hidden_N is not None:
+            grad_hidden_N[rows] = product(grad_logits, weight.t())
+        if grad_weight is not None:
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), hidden_N[rows])
+            else:
+                grad_weight += grad_logits.t() @ hidden_N[rows]
+    grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+    return grad_hidden_N, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype)
 
 
 def _scores(hidden_N, weight, bias, target_N, temperature, softcap, top=None):
@@ -390,11 +390,11 @@ def gradient_elements(weight: torch.Tensor, trained: bool) -> int:
 
 
 def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
-    return chunks_of(size, rows, step)
+    return chunks_of(size, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]), weight, step)
 
 
-def chunks_of(size: int, rows: int, step: int = 1) -> list[slice]:
-    """Split `size` rows into chunks of `rows`, rounded up to a multiple of `step`; `size % step` rows come last."""
+def chunks_of(size: int, elements: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
+    """Split `size` rows into chunks of `elements` logits, rounded up to `step` rows; `size % step` rows come last."""
+    rows = max(1, elements // len(weight))
     rows, even = -(-rows // step) * step, size - size % step
     return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

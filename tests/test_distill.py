@@ -24,7 +24,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.distill import SDFT_TEMPLATE
 from posttrain.data.prepare import teacher_prompts
-from posttrain.distillation import DIVERGENCES, Head, Top, compare_distributions, divergence_of
+from posttrain.distillation import Head, Top, compare_distributions, divergence_of
 from posttrain.inspection.losslab import losses
 from posttrain.planning.estimate import holds_reference
 from posttrain.runs.files import load_json
@@ -42,7 +42,7 @@ def random_log_probs(rows: int, vocabulary: int, dtype=torch.float64, seed: int 
 # --- the divergences --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", BETA)
 def test_a_divergence_and_its_gradient_are_those_of_autograd(name):
     student, teacher = random_log_probs(5, 11)
     student.requires_grad_(True)
@@ -59,7 +59,7 @@ def test_a_divergence_and_its_gradient_are_those_of_autograd(name):
     torch.testing.assert_close(by_logits, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", BETA)
 def test_a_divergence_is_that_of_trl(name):
     student, teacher = random_log_probs(7, 13)
     student.requires_grad_(True)
@@ -71,7 +71,7 @@ def test_a_divergence_is_that_of_trl(name):
     torch.testing.assert_close(by_logits / 0.7, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", BETA)
 def test_a_divergence_is_that_of_self_distillation_in_trl(name):
     """SDFT and SDPO with distillation_mode: full_logits, whose distillation_alpha is GKD's beta."""
     student, teacher = random_log_probs(7, 13)
@@ -91,12 +91,12 @@ def test_jensen_shannon_goes_over_into_the_two_others(beta, limit):
 
 def test_probabilities_near_zero_keep_values_and_gradients_finite():
     log_p, log_q = (torch.tensor([[0.0, -200.0, 200.0 * sign]]).log_softmax(-1) for sign in (-1, 1))
-    for name in DIVERGENCES:
+    for name in BETA:
         value, gradient = divergence_of(name, 0.5)(log_p, log_q)
         assert value.isfinite().all() and gradient.isfinite().all() and value.item() > 0.3
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", BETA)
 @pytest.mark.parametrize("k", [1, 4, 13])
 def test_a_divergence_over_the_teachers_top_tokens_is_that_of_trl(name, k):
     """With TRL's tail bucket, and its gradient by autograd. With all tokens (k = V) it is the divergence over all."""
@@ -141,7 +141,7 @@ def model(vocabulary: int, hidden: int, seed: int, **settings) -> LlamaForCausal
     return made
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", BETA)
 @pytest.mark.parametrize("chunk", [1 << 21, 200])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_chunks_give_the_dense_loss_and_gradient(monkeypatch, name, chunk, softcap):

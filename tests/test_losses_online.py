@@ -217,7 +217,7 @@ def test_gae_by_hand():
     advantage, returns = gae(reward, value, torch.tensor([0, 0, 1]), gamma=0.5, lam=0.5)
     assert advantage.tolist() == [0.75, -1, 1] and returns.tolist() == [2.75, 3, 2]
     assert rewards_to_go(torch.tensor([1.0, 2, 4, 3]), torch.tensor([5, 5, 5, 6]), gamma=0.5).tolist() == [3, 4, 4, 3]
-    with pytest.raises(ValueError, match=r"\[3\], \[2\]"):
+    with pytest.raises(ValueError, match=r"reward_N \[3\], value_N \[2\]"):
         gae(reward, value[:2], torch.tensor([0, 0, 1]), gamma=1, lam=1)
 
 

@@ -42,7 +42,7 @@ def test_a_group_that_tells_nothing_has_no_advantage(eps):
 
 
 def test_shapes_are_checked():
-    with pytest.raises(ValueError, match=r"\[3\] and \[2\]"):
+    with pytest.raises(ValueError, match=r"reward_S \[3\], group_S \[2\]"):
         group_advantages(torch.zeros(3), torch.zeros(2), scale_rewards="none", eps=0)
     with pytest.raises(ValueError, match=r"logprob \[3\], advantage \[1\]"):
         policy_gradient(torch.zeros(3), torch.zeros(1))

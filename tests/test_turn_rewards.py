@@ -13,7 +13,6 @@ from posttrain.config import load
 from posttrain.config.schema.online import GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.environments.trajectory import Trajectory
 from posttrain.inspection.losslab import losses
-from posttrain.losses.advantage import Turns
 from posttrain.recipes import REWARDED, grpo, ppo
 from posttrain.rollout import turns_of
 from posttrain.runs.metrics import read_metrics
@@ -76,7 +75,7 @@ def test_grpo_compares_what_follows_with_the_same_turn_of_the_group(scale):
     assert got[10] == 0, "the only second turn of its group"
     whole = grpo.of_tokens(GRPOMethod(scale_rewards=scale), turns, torch.tensor(group), torch.zeros(14))
     single = grpo.of_tokens(
-        GRPOMethod(scale_rewards=scale), Turns.single(torch.tensor(totals), torch.tensor([3, 4, 2, 2, 3])),
+        GRPOMethod(scale_rewards=scale), turns_of([None] * 5, torch.tensor(totals), torch.tensor([3, 4, 2, 2, 3])),
         torch.tensor(group), torch.zeros(14),
     )  # fmt: skip
     assert torch.equal(whole, single), "by trajectory, only the total counts"

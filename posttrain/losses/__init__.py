@@ -34,8 +34,7 @@ def called(function: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
 
 def nll(logprob_N: Tensor) -> Tensor:
     """Negative log-likelihood of each scored token in nats [N]; its mean over a step's tokens is the cross-entropy."""
-    if logprob_N.ndim != 1:
-        raise ValueError(f"expected a vector with one log-probability per scored token, got {list(logprob_N.shape)}")
+    check_vectors(logprob_N=logprob_N)
     return -logprob_N
 
 
@@ -92,19 +91,20 @@ def loss_coefficients(loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Ten
     return values.detach(), gradients
 
 
-def check_vectors(named: dict[str, Tensor]) -> None:
+def check_vectors(**named: Tensor) -> None:
     """Raise ValueError unless all tensors are vectors of one length: broadcasting would hide a mistake."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
-        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise ValueError(f"expected vectors of one length, got {listed}")
+    if len({tensor.shape for tensor in named.values()}) > 1 or any(tensor.ndim != 1 for tensor in named.values()):
+        raise ValueError(f"expected vectors of one length, got {_shapes(named)}")
 
 
 def check_shapes(**named: Tensor) -> None:
     """Raise ValueError unless all tensors have the same shape: broadcasting would hide a mistake."""
     if len({tensor.shape for tensor in named.values()}) > 1:
-        listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
-        raise ValueError(f"expected tensors of one shape, got {listed}")
+        raise ValueError(f"expected tensors of one shape, got {_shapes(named)}")
+
+
+def _shapes(named: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
 
 
 def own_loss(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import sum_segments
-from posttrain.losses import check_shapes
+from posttrain.losses import check_shapes, check_vectors
 
 ScaleRewards = Literal["group", "batch", "none"]
 DECAY = 0.9  # in the running statistics of returns, each later step multiplies a step's weight by this
@@ -51,11 +51,6 @@ class Turns:
     length_U: Tensor  # number of trained tokens
     sequence_U: Tensor  # index of the turn's completion, ascending
     tree_S: Tensor | None = None  # if completions branch: the number of each one's tree in its group
-
-    @classmethod
-    def single(cls, reward_S: Tensor, length_S: Tensor) -> "Turns":
-        """Completions of one turn."""
-        return cls(reward_S, reward_S, length_S, torch.arange(len(length_S)))
 
     @property
     def sequence_N(self) -> Tensor:
@@ -137,9 +132,7 @@ def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, 
     V after a completion's last token is 0. `value_N` is V before each token; `sequence_N` is ascending.
     Raises ValueError unless all three are vectors of one length.
     """
-    if not reward_N.shape == value_N.shape == sequence_N.shape or reward_N.ndim != 1:
-        shapes = ", ".join(str(list(t.shape)) for t in (reward_N, value_N, sequence_N))
-        raise ValueError(f"expected a reward, a value and a sequence for each token, got {shapes}")
+    check_vectors(reward_N=reward_N, value_N=value_N, sequence_N=sequence_N)
     reward, value = reward_N.detach().double(), value_N.detach().double()
     last_N = torch.ones_like(sequence_N, dtype=torch.bool)
     last_N[:-1] = sequence_N[1:] != sequence_N[:-1]
@@ -156,8 +149,7 @@ def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, 
 
 def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards in double precision, the index of each completion's group, and the size of each group."""
-    if reward_S.ndim != 1 or reward_S.shape != group_S.shape:
-        raise ValueError(f"expected a group for each reward, got {list(reward_S.shape)} and {list(group_S.shape)}")
+    check_vectors(reward_S=reward_S, group_S=group_S)
     _, index_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)
     return reward_S.detach().double(), index_S, count_G
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class Pairs:
     rejected_length_P: Tensor
 
     def __post_init__(self) -> None:
-        check_vectors({field.name: getattr(self, field.name) for field in fields(self)})
+        check_vectors(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def __len__(self) -> int:
         return self.chosen_P.shape[0]
@@ -228,14 +229,13 @@ class PreferenceLoss:
     """An entry of PREFERENCE_LOSSES. `couples_batch`: values depend on other pairs, so the loss needs the full step."""
 
     function: Callable[..., Tensor]
-    couples_batch: bool = False
+    couples_batch: bool
 
 
 LOSSES = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, apo_zero, apo_down, discopop, sft,
           sigmoid_norm)  # fmt: skip
 COUPLING = (kto_pair, aot, aot_unpaired)
-PREFERENCE_LOSSES = {function.__name__: PreferenceLoss(function) for function in LOSSES}
-PREFERENCE_LOSSES |= {function.__name__: PreferenceLoss(function, couples_batch=True) for function in COUPLING}
+PREFERENCE_LOSSES = {each.__name__: PreferenceLoss(each, each in COUPLING) for each in (*LOSSES, *COUPLING)}
 
 
 @functools.cache
@@ -261,25 +261,20 @@ def preference_loss(
     *,
     loss_type: Sequence[str],
     loss_weights: Sequence[float] | None,
-    beta: float,
-    label_smoothing: float,
     f_divergence_type: str,
     f_alpha_divergence_coef: float,
-    discopop_tau: float,
     num_pairs: int | None = None,
     num_chosen_tokens: int | None = None,
+    **settings: Any,
 ) -> Tensor:
-    """The weighted sum of the named losses, one value per pair [P]. For the loss of an optimizer step, sum the values
-    and divide by the step's number of pairs.
+    """The weighted sum of the named losses, one value per pair [P]; each loss gets those of the `settings` that it
+    reads. For the loss of an optimizer step, sum the values and divide by the step's number of pairs.
 
     If `loss_weights` is None, every weight is 1. `num_pairs` and `num_chosen_tokens` count the complete optimizer step;
     None means that `pairs` is the complete step. Raises the errors of `loss_named`, and ValueError if weights do not
     match the losses. The configuration checks which settings are valid together.
     """
-    settings = {
-        "beta": beta,
-        "label_smoothing": label_smoothing,
-        "discopop_tau": discopop_tau,
+    settings |= {
         "score": divergence_score(f_divergence_type, f_alpha_divergence_coef),
         "num_pairs": len(pairs) if num_pairs is None else num_pairs,
         "num_chosen_tokens": pairs.chosen_length_P.sum() if num_chosen_tokens is None else num_chosen_tokens,

@@ -35,7 +35,7 @@ def bradley_terry(
     r_rejected) − ½ log σ(r_rejected − r_chosen), as in WebGPT (arXiv 2112.09332, section 3.2).
     """
     tensors = {"chosen_P": chosen_P, "rejected_P": rejected_P, "margin_P": margin_P, "tie_P": tie_P}
-    check_vectors({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    check_vectors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
     difference_P = chosen_P - rejected_P
     loss_P = -F.logsigmoid(difference_P if margin_P is None else difference_P - margin_P)
     if tie_P is not None:

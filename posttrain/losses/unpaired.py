@@ -35,7 +35,7 @@ def unpaired_loss(
     multiplied by `desirable_weight` for desirable completions and by `undesirable_weight` for undesirable ones, to
     balance classes of unequal size. Any other `loss_type` is a user's `module:function` (`own_unpaired_loss`).
     """
-    check_vectors({"logratio_S": logratio_S, "desirable_S": desirable_S})
+    check_vectors(logratio_S=logratio_S, desirable_S=desirable_S)
     sign_S = torch.where(desirable_S, 1.0, -1.0).to(logratio_S.dtype)
     weight_S = torch.where(desirable_S, desirable_weight, undesirable_weight).to(logratio_S.dtype)
     match loss_type:

@@ -17,6 +17,7 @@ from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import ALONE, Ranks
 
 Metrics = dict[str, torch.Tensor]
+Number = TypeVar("Number", float, Tensor)
 
 
 class HasTokens(Protocol):
@@ -114,8 +115,7 @@ def over_packs(
         loss, metrics = objective.of(pack)
         if torch.is_grad_enabled():
             scaled(loss).backward()
-        for name, value in {"loss": loss.detach(), **metrics}.items():  # on the device, without synchronisation
-            total[name] = _combined(name, total[name], value) if name in total else value
+        total = summed([total, {"loss": loss.detach(), **metrics}])  # on the device, without synchronisation
     for pack in spare:
         loss, _ = objective.of(pack)
         if torch.is_grad_enabled():
@@ -124,10 +124,10 @@ def over_packs(
     return dict(zip(total, values, strict=True))
 
 
-def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return a batch's metrics, from the shares of the ranks. A rank without packs has no metrics."""
-    total = dict(shares[0])
-    for share in shares[1:]:
+def summed(shares: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    """Return a batch's metrics, from the shares of packs or ranks. A rank without packs has no metrics."""
+    total: dict[str, Number] = {}
+    for share in shares:
         for name, value in share.items():
             total[name] = _combined(name, total[name], value) if name in total else value
     return total

@@ -125,9 +125,8 @@ class AdamWCPUOffload(AdamW):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._buffers[name].copy_(grad, non_blocking=True)
-                arrived = self._stream.record_event(
-                    torch.cuda.Event(blocking=True)
-                )  # waiting for this event uses no CPU
+                # Waiting for this event uses no CPU.
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))
             grad.record_stream(self._stream)  # its memory is not reused before it has been read
         parameter.grad = None
         if self._adder is None:
@@ -166,18 +165,15 @@ class AdamWCPUOffload(AdamW):
         super().forget()
 
 
-def _embeddings(model: nn.Module) -> set[nn.Parameter]:
-    return {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name, without embeddings."""
+    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p not in embeddings}
 
 
 def eight_bit_names(model: nn.Module) -> set[str]:
     """Return the names of trained parameters with 8-bit moments: large tensors except embeddings."""
-    embeddings = _embeddings(model)
-    return {
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.numel() >= SMALLEST and p not in embeddings
-    }
+    return {name for name, p in _trained(model).items() if p.numel() >= SMALLEST}
 
 
 class AdamW8bit(AdamW):
@@ -249,12 +245,7 @@ class AdamW8bit(AdamW):
 def layer_matrices(model: nn.Module) -> set[str]:
     """The names of the trained 2-D weights of layers, which have the layer's number in their names: not embeddings, the
     head, vectors or the stacked weights of experts."""
-    embeddings = _embeddings(model)
-    return {
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.ndim == 2 and re.search(r"(^|\.)\d+\.", name) and p not in embeddings
-    }
+    return {name for name, p in _trained(model).items() if p.ndim == 2 and re.search(r"(^|\.)\d+\.", name)}
 
 
 class Muon(AdamW):

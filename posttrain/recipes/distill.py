@@ -13,6 +13,7 @@ arXiv 2601.19897), or another completion of the prompt that was successful (SDPO
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from posttrain.data import Prepared
 from posttrain.distillation import Head, Taught, compare_distributions, divergence_of
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
-from posttrain.recipes.online import Step, StepPack, Updates, given_completions, in_packs, online, split_prompts
-from posttrain.rollout import Rollout
+from posttrain.recipes.online import Step, Updates, given_completions, in_packs, online, split_prompts
+from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import Scorer, scored_states
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
@@ -78,6 +79,18 @@ class DistillStep(Step):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class StepPack:
+    """A pack of a step's completions."""
+
+    step: DistillStep
+    part: RolloutPack
+
+    @property
+    def num_tokens(self) -> int:
+        return self.part.num_tokens
+
+
 def successful_others(rollout: Rollout, threshold: float) -> list[str | None]:
     """For each completion, the text of the first other completion of its prompt whose reward reaches the threshold."""
     best: dict[int, list[int]] = {}  # by prompt: at most two successful completions
@@ -105,7 +118,7 @@ def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
     sampled, tokens = max(step.num_tokens, 1), step.num_tokens + step.from_data.num_tokens
 
     def share(pack: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
-        part, source = pack.part.to(job.device), step if pack.step is step else step.from_data
+        part, source = pack.part.to(job.device), pack.step
         if source.top is None:
             taught: Taught = teacher.outputs(source.rollout, source.prompts, part)
         else:
@@ -118,11 +131,13 @@ def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
             torch.full_like(hidden_N[:, 0], 1 / tokens, dtype=torch.float32),
             divergence,
         )
-        pack.step.record(
-            part.token_N, compared.logprob_N, compared.teacher_logprob_N, -compared.divergence_N, compared.entropy_N
-        )
+        at_N = part.token_N
+        assert source.reference_R is not None
+        source.trainer_R[at_N] = source.new_R[at_N] = compared.logprob_N
+        source.reference_R[at_N], source.advantage_R[at_N] = compared.teacher_logprob_N, -compared.divergence_N
+        source.entropy_R[at_N] = compared.entropy_N
         metrics = {"entropy": compared.entropy_N.sum() / tokens}
-        if pack.step is step:
+        if source is step:
             metrics["kl"] = (compared.logprob_N - compared.teacher_logprob_N).sum() / sampled
         return compared.loss, metrics
 

@@ -20,7 +20,6 @@ from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
 from posttrain.environments.episode import Forest
-from posttrain.losses import keywords_of
 from posttrain.losses.advantage import Turns, decoupled, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
     LEAST_LOG_W,
@@ -133,8 +132,7 @@ class PolicyGradientLoss:
         where, sampler_N = (pack.sequence_N, pack.length_S), step.sampler(at_N, old_N)
         importance_N = torch.ones_like(old_N)
         if method.importance_sampling is not None:
-            settings = method.importance_sampling.model_dump()
-            importance_N, _ = sampling_weights(old_N, sampler_N, *where, **settings)
+            importance_N, _ = sampling_weights(old_N, sampler_N, *where, **dict(method.importance_sampling))
         behaviour_N = old_N
         if loss_of(method).surrogate is vespo:  # its weight includes the correction for the engine
             behaviour_N, importance_N = old_N - importance_N.log().clamp(min=LEAST_LOG_W), torch.ones_like(old_N)
@@ -209,10 +207,8 @@ def surrogate(
     method: AnyMethod, logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequence_N: Tensor, length_S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token under these settings, and whether the token is clipped (both N)."""
-    loss = loss_of(method)
-    names = keywords_of(loss.surrogate) & type(method).model_fields.keys() if loss.surrogate else ()
-    settings = {name: getattr(method, name) for name in names}
-    if loss.surrogate not in (cispo, grpo_clip) and settings.get("epsilon_high", 0.0) is None:
+    loss, settings = loss_of(method), dict(method)
+    if loss.surrogate not in (cispo, grpo_clip) and method.epsilon_high is None:
         settings["epsilon_high"] = method.epsilon  # a user's loss gets the number
     level = method.importance_sampling_level if isinstance(method, GRPOMethod) else None
     return policy_loss(loss, logprob_N, old_N, advantage_N, sequence_N, length_S, level=level, **settings)

@@ -20,6 +20,7 @@ from posttrain.base.log import log
 from posttrain.batch import Example, Pack
 from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
+from posttrain.losses import called
 from posttrain.losses.unpaired import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
@@ -51,15 +52,16 @@ def train(job: Job, data: Prepared) -> Loop:
     advise_on_weights(method, data.train.labels)
     in_order = method.joins_completions and job.config.behavior_version >= 2
     if in_order:
-        warn_of_single_examples(data)
+        # Training data has both labels, but a validation set with one example has no other completion.
+        for name in (name for name, dataset in data.validation.items() if len(dataset) == 1):
+            log.warning("%s has only one example, so the KL is estimated from its own completion: add rows", name)
     portions_of = in_training_order if method.joins_completions else whole_sets
     run = Offline(job, data, objectives, portions_of, evaluation=partial(objectives, training=False))
     loop = run.loop
     for examples in run.steps(with_previous=in_order):
         previous = [loop.previous(), *examples[:-1]] if in_order else None
         baseline = levels(run.models, examples, previous, training=True)
-        packs, objective = run.objective_of(examples, baseline=baseline)
-        loop.update(packs, objective)
+        loop.update(*run.objective_of(examples, baseline=baseline))
         if baseline.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(baseline.rewards)
     return loop
@@ -86,15 +88,7 @@ def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
             logratio_S = logprob_S - shift.reference_B[pack.group_S]
             if models.state.step == 0 and method.ref_model is None:
                 check_margins(logratio_S.detach(), pack.length_S, job.dtype, job.record)
-            loss_S = unpaired_loss(
-                logratio_S,
-                desirable_S,
-                loss_type=method.loss_type,
-                beta=method.beta,
-                shift=shift.shift,
-                desirable_weight=method.desirable_weight,
-                undesirable_weight=method.undesirable_weight,
-            )
+            loss_S = called(unpaired_loss, logratio_S, desirable_S, shift=shift.shift, **dict(method))
             metrics = unpaired_metrics(logprob_S, logratio_S, desirable_S, method.beta, desirable, undesirable)
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             if shift.metric:
@@ -193,12 +187,6 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
         batched = f"{name}-after-previous" if in_order else f"{name}-batches-of-{size}"
         portions.append(Portion(batched, validation(dataset), -(-len(dataset) // size)))
     return portions
-
-
-def warn_of_single_examples(data: Prepared) -> None:
-    """Warn about validation sets with one example, which have no other completion. Training data has both labels."""
-    for name in (name for name, dataset in data.validation.items() if len(dataset) == 1):
-        log.warning("%s has only one example, so the KL is estimated from its own completion: add rows", name)
 
 
 def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:

@@ -2,8 +2,7 @@
 
 run = Offline(job, data, objectives)
 for examples in run.steps():
-    packs, objective = run.objective_of(examples)
-    run.loop.update(packs, objective)
+    run.loop.update(*run.objective_of(examples))
 """
 
 from collections.abc import Callable, Iterator
@@ -69,10 +68,14 @@ class Offline:
         self._evaluation_of = self.objective_of if evaluation is None else evaluation(self.models)
 
     def steps(self, with_previous: bool = False) -> Iterator[list[Example]]:
-        """Yield each step's examples from `Loop.evaluated_steps`; the packs of the first step are checked before."""
-        job, scorer = self.models.job, self.models.scorer
-        for step, examples in self.loop.evaluated_steps(self._evaluation_of, with_previous):
+        """Yield each step's examples, and evaluate when due. The packs of the first step are checked before."""
+        job, scorer, loop = self.models.job, self.models.scorer, self.loop
+        if loop.evaluation_due:
+            loop.evaluate(self._evaluation_of, with_previous)
+        for step, examples in loop.steps():
             if step == 1:
                 pack_of = partial(job.pack_together, keep_last=self.models.method.head == "reward")
                 check_packing(scorer, examples, pack_of, job.record)
             yield examples
+            if loop.evaluation_due:
+                loop.evaluate(self._evaluation_of, with_previous)

@@ -10,7 +10,7 @@ with online(job, data, reference_of) as run:
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -112,16 +112,6 @@ class Step:
             return sampler_N
         return torch.where((old_N - sampler_N).abs() < ROUNDING, old_N, sampler_N)
 
-    def record(
-        self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor, entropy_N: Tensor
-    ) -> None:
-        """Record these tokens' numbers, from the step's only update, for the rollout store."""
-        if self.reference_R is None:
-            self.reference_R = torch.zeros_like(self.new_R)
-        self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
-        self.reference_R[at_N], self.advantage_R[at_N] = reference_N, advantage_N
-        self.entropy_R[at_N] = entropy_N
-
     def assign(self, parts: Sequence[RolloutPack]) -> None:
         """Start an update of these packs; afterwards each rank has the numbers of its own packs."""
         if self._ranks.size > 1:
@@ -191,18 +181,6 @@ class Step:
             tokens = np.asarray(prompt.trees[0].tokens).tolist()
             prompts.append(StoredPrompt(prompt.row, as_text(prompt), tokens, facts))
         return prompts, completions
-
-
-@dataclass(frozen=True, slots=True)
-class StepPack:
-    """A pack of completions from a minibatch."""
-
-    step: Step
-    part: RolloutPack
-
-    @property
-    def num_tokens(self) -> int:
-        return self.part.num_tokens
 
 
 @torch.no_grad()
@@ -280,14 +258,13 @@ def given_completions(prompts: Sequence[Example]) -> Rollout:
     return Rollout(prompts, completions)
 
 
-def measure_mismatch(job: Job, method: Any, sample: Sampler, step: Step) -> None:
+def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
     """Record the mismatch between engine and trainer of a step whose tokens the trainer has scored.
 
     Runs before the step's first update, so that nothing is learned from an engine with wrong weights. Raises
     VitalSignError if the mismatch exceeds rounding.
     """
-    rollout = step.rollout
-    inside_R = step.in_loss_R.cpu()
+    rollout, method, inside_R = step.rollout, job.config.method, step.in_loss_R.cpu()
     if step.mismatch is not None or not inside_R.any():
         return
     step.exchange("trainer_R")
@@ -309,6 +286,7 @@ class Online:
 
     def __init__(self, loop: Loop, models: Models[Any, Any, Any], sample: Sampler, store: RolloutStore | None):
         self.loop, self.models, self.sample = loop, models, sample
+        self.sampling = loop.interruption.sampling  # a context for the part of a step before its first update
         self._policy, self._store = models.scorer.model, store
         self._alarms = Alarms(loop.state.memory, models.method)
 
@@ -323,10 +301,6 @@ class Online:
         self.sample.engine.load(self._policy, self.loop.state.step)
         if self.loop.evaluation_due:
             evaluate(self.loop, self.sample, self._store)
-
-    def sampling(self) -> AbstractContextManager[None]:
-        """A context for the part of a step before its first update."""
-        return self.loop.interruption.sampling()
 
     def check_packing(self, number: int, step: Step) -> None:
         """Check the packs of the run's first step; do nothing in later steps."""
@@ -343,7 +317,7 @@ class Online:
     ) -> None:
         """Make the updates of a step; then log its metrics and those of `finish`, check alarms, and store rollouts."""
         loop, store = self.loop, self._store
-        check = partial(measure_mismatch, loop.job, self.models.method, self.sample, step)
+        check = partial(measure_mismatch, loop.job, self.sample, step)
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
             if loop.job.config.rollout.save:
@@ -369,7 +343,7 @@ def online(job: Job, data: Prepared, load_reference: Callable[[Job, Any, nn.Modu
     reference = load_reference(job, method, policy)
     loop = Loop(job, trained, optimizer, data, reference)
     models = Models(job, method, scorer, reference, loop.state)
-    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
+    with sampler_of(job, policy, data) as sample, rollout_store(job, loop.saver) as store:
         yield Online(loop, models, sample, store)
 
 

@@ -75,7 +75,8 @@ def step_of(models: PPO, rollout: Rollout, old_R: Tensor | None = None) -> PPOSt
     if models.reference is not None:
         step.reference_R = scored(job, rollout, parts, models.reference)[:, 0]
     step.kl_coef = memory.get("kl_coef", method.kl_coef)
-    estimate_advantages(method, step, scale_in(memory))
+    mean, std = memory.get("returns/mean", 0.0), memory.get("returns/std", 1.0)
+    estimate_advantages(method, step, ReturnScale(mean, std, int(memory.get("returns/steps", 0))))
     return step
 
 
@@ -107,7 +108,7 @@ class ActorCriticLoss:
         step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
         if method.importance_sampling is not None:
-            where, settings = (part.pack.sequence_N, part.pack.length_S), method.importance_sampling.model_dump()
+            where, settings = (part.pack.sequence_N, part.pack.length_S), dict(method.importance_sampling)
             policy_N = policy_N * sampling_weights(old_N, step.sampler(at_N, old_N), *where, **settings)[0]
         value_loss_N, value_clipped_N = value_loss(
             output_N,
@@ -164,13 +165,6 @@ class PPOStep(Step):
 
     def per_token(self) -> dict[str, Tensor | None]:
         return super().per_token() | {"old_values": self.value_R, "returns": self.return_R}
-
-
-def scale_in(memory: Mapping[str, float]) -> ReturnScale:
-    """The scale of the returns up to the previous step."""
-    if "returns/steps" not in memory:
-        return ReturnScale()
-    return ReturnScale(memory["returns/mean"], memory["returns/std"], int(memory["returns/steps"]))
 
 
 def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) -> None:

@@ -31,8 +31,7 @@ Preference = Models[DPOMethod, Scorer, Reference]
 def train(job: Job, data: Prepared) -> Loop:
     run = Offline(job, data, objectives)
     for examples in run.steps():
-        packs, objective = run.objective_of(examples)
-        run.loop.update(packs, objective)
+        run.loop.update(*run.objective_of(examples))
     return run.loop
 
 
@@ -44,18 +43,8 @@ def objectives(models: Preference) -> ObjectiveOf:
         packs = job.pack(examples)
         chosen_tokens = sum(int(pack.pairs(pack.length_S)[0].sum()) for pack in packs)
         tokens = sum(len(pack.target_N) for pack in packs)
-        loss_of = partial(
-            preference_loss,
-            loss_type=method.loss_type,
-            loss_weights=method.loss_weights,
-            beta=method.beta,
-            label_smoothing=method.label_smoothing,
-            f_divergence_type=method.f_divergence_type,
-            f_alpha_divergence_coef=method.f_alpha_divergence_coef,
-            discopop_tau=method.discopop_tau,
-            num_pairs=len(examples),
-            num_chosen_tokens=chosen_tokens,
-        )
+        counts = {"num_pairs": len(examples), "num_chosen_tokens": chosen_tokens}
+        loss_of = partial(preference_loss, **dict(method), **counts)
         if couples_batch(method.loss_type) and len(packs) > 1:
             loss_of = couple(models, loss_of, packs, examples)
 

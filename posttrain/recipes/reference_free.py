@@ -16,6 +16,7 @@ from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
 from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Prepared
+from posttrain.losses import called
 from posttrain.losses.preference import Pairs
 from posttrain.losses.reference_free import contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
@@ -31,8 +32,7 @@ AnyMethod = ORPOMethod | CPOMethod | SimPOMethod
 def train(job: Job, data: Prepared) -> Loop:
     run = Offline(job, data, objectives)
     for examples in run.steps():
-        packs, objective = run.objective_of(examples)
-        run.loop.update(packs, objective)
+        run.loop.update(*run.objective_of(examples))
     return run.loop
 
 
@@ -71,18 +71,8 @@ def comparison(method: AnyMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metri
     """The method's comparison of chosen and rejected: a loss per pair (P), and metrics as sums over the pairs."""
     if isinstance(method, ORPOMethod):
         return lambda pairs: (odds_ratio(pairs, beta=method.beta), odds_ratio_metrics(pairs, method.beta))
-    loss_type = method.loss_type if isinstance(method, CPOMethod) else "simpo"
-    return lambda pairs: (
-        contrastive(
-            pairs,
-            loss_type=loss_type,
-            beta=method.beta,
-            label_smoothing=method.label_smoothing,
-            simpo_gamma=method.simpo_gamma,
-            alpha=method.alpha,
-        ),
-        contrastive_metrics(pairs, loss_type=loss_type, beta=method.beta, alpha=method.alpha),
-    )
+    settings = {"loss_type": "simpo"} | dict(method)
+    return lambda pairs: (called(contrastive, pairs, **settings), called(contrastive_metrics, pairs, **settings))
 
 
 def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) -> Pairs:
@@ -103,11 +93,7 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
     marked = [
         replace(example, trees=(replace(example.trees[0], trained=True), *example.trees[1:])) for example in examples
     ]
-    packs = []
-    for pack in pack_of(marked):
-        kept_N = ~in_prompt(pack, examples) | pack.is_chosen_N
-        packs.append(pack.with_targets(kept_N))
-    return packs
+    return [pack.with_targets(~in_prompt(pack, examples) | pack.is_chosen_N) for pack in pack_of(marked)]
 
 
 def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:

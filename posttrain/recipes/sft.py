@@ -32,8 +32,7 @@ TOP = 20  # the K of eaft, as in its paper
 def train(job: Job, data: Prepared) -> Loop:
     run = Offline(job, data, objectives)
     for examples in run.steps():
-        packs, objective = run.objective_of(examples)
-        run.loop.update(packs, objective)
+        run.loop.update(*run.objective_of(examples))
     return run.loop
 
 

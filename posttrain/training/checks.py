@@ -301,9 +301,8 @@ def importance_metrics(
     """The extremes and mean of the importance weights, names as in TRL, and the share of tokens that were clipped."""
     if method.importance_sampling is None:
         return {}
-    sequence_N = torch.arange(len(length_S)).repeat_interleave(length_S)
-    settings = method.importance_sampling.model_dump()
-    weight_N, clipped_N = sampling_weights(trainer_N, sampler_N, sequence_N, length_S, **settings)
+    where, settings = (torch.arange(len(length_S)).repeat_interleave(length_S), length_S), method.importance_sampling
+    weight_N, clipped_N = sampling_weights(trainer_N, sampler_N, *where, **dict(settings))
     values = {
         "min": weight_N.min(),
         "mean": weight_N.mean(),

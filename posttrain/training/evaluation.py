@@ -6,11 +6,10 @@ only because the weights differ. Training's random generators are unaffected.
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import deepcopy
 from statistics import fmean
-from typing import Protocol
 
 import numpy as np
 from torch import nn
@@ -45,10 +44,8 @@ from posttrain.training.saving import Saver
 from posttrain.training.state import total_steps
 
 
-class SamplingContext(Protocol):
-    """Creates a context for sampling; a signal inside the context abandons the work at once."""
-
-    def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
+# Creates a context for sampling (`evaluating`: in an evaluation); a signal inside it abandons the work at once.
+SamplingContext = Callable[..., AbstractContextManager[None]]
 
 
 class _Samplers:
@@ -148,14 +145,11 @@ def environments_of(config: RunConfig, ranks: Ranks) -> Environments:
 
 
 @contextmanager
-def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
-    """The run's sampler, with its engine and rewards; checks the rules and loads reward models.
-
-    Without `keeps`, the engine releases its memory after each rollout.
-    """
+def sampler_of(job: Job, policy: nn.Module, data: Prepared) -> Iterator[Sampler]:
+    """The run's sampler, with its engine and rewards; checks the rules and loads reward models."""
     with ExitStack() as resources:
         parts = _Samplers(resources, job, policy, data)
-        sampler = parts.sampler(parts.rewards or Rewards(()), job.config.rollout, keeps=keeps)
+        sampler = parts.sampler(parts.rewards or Rewards(()), job.config.rollout, keeps=job.keeps_engine)
         sampler.evaluation = parts.of_sets()
         yield sampler
 
@@ -169,12 +163,9 @@ def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
         yield None
         return
     after = -1 if job.checkpoint is None else saved_step(job.checkpoint)
-    store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after, job.checkpoint)
-    saver.rollouts = store
-    try:
-        yield store
-    finally:
-        store.close()
+    most = int(settings.max_database_gb * GIB)
+    with closing(RolloutStore(job.run.folder, most, after, job.checkpoint)) as saver.rollouts:
+        yield saver.rollouts
 
 
 def evaluated_rows(config: RunConfig, step: int, name: str, size: int) -> np.ndarray:

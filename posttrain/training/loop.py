@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
+from posttrain.optim.update import Batch, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -43,7 +43,6 @@ from posttrain.training.state import State, total_steps
 from posttrain.training.suites import SuiteEvaluation
 
 MAX_SKIPPED_IN_A_ROW = 5
-Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # from a batch's examples to its packs and objective
 
 
@@ -120,17 +119,6 @@ class Loop:
             if self.state.window:
                 self._log()
                 self.saver.save(self.state)
-
-    def evaluated_steps(
-        self, objective_of: ObjectiveOf, with_previous: bool = False
-    ) -> Iterator[tuple[int, list[Example]]]:
-        """Like `steps`, and evaluate with this objective when due: before the first step and after each loop body."""
-        if self.evaluation_due:
-            self.evaluate(objective_of, with_previous)
-        for step, examples in self.steps():
-            yield step, examples
-            if self.evaluation_due:
-                self.evaluate(objective_of, with_previous)
 
     def previous(self) -> Example:
         """The example before the current step's first one, in the epoch's order; its last comes before its first."""
@@ -270,7 +258,7 @@ class Loop:
             return settings.at_start
         return step % settings.eval_steps == 0 or step == self.total
 
-    def evaluate(self, objective_of: ObjectiveOf, with_previous: bool = False) -> dict[str, float]:
+    def evaluate(self, objective_of: ObjectiveOf, with_previous: bool) -> None:
         """Evaluate every validation set without gradients, log the metrics, and save the model if it is the best yet.
 
         With `with_previous`, the objective also receives the example before each one; the last comes before the first.
@@ -281,9 +269,9 @@ class Loop:
             metrics, self._best.half_loss[name] = over_batches(batches, self.job.ranks)
             return {**metrics, **self._completions(name, self.state.step, self.interruption.sampling)}
 
-        return self.evaluate_by(measure)
+        self.evaluate_by(measure)
 
-    def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
+    def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> None:
         """Like `evaluate`, but with the method's own `measure`, which is called with each set's name and examples."""
         self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
@@ -299,7 +287,6 @@ class Loop:
             self.job.watch.look(self.state.step, metrics)
         self._best.look(metrics, self.state)
         self.saver.boundary.mark(self.state)
-        return metrics
 
     def _batches(
         self, objective_of: ObjectiveOf, name: str, dataset: Dataset, with_previous: bool

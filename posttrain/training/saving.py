@@ -29,7 +29,7 @@ from posttrain.data import Prepared
 from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
 from posttrain.optim.adamw import AdamW
-from posttrain.parallel.ranks import Ranks
+from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.files import load_parts, load_tensors, part_file, restore_rng, rng_state, save_json, save_tensors
 from posttrain.runs.logs import QUIET_LOGGER
 from posttrain.runs.rollouts import RolloutStore
@@ -188,6 +188,7 @@ class Saver:
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
         self.policy, self._job, self._optimizer, self._data, self._total = policy, job, optimizer, data, total
+        self._savers = job.ranks if job.ranks.in_step else ALONE  # the ranks that write a checkpoint together
         self.rollouts: RolloutStore | None = None  # None for methods without rollouts
         self.follower: TokenReference | None = None  # a reference that follows the policy
         self.boundary = Boundary(optimizer, job.device)
@@ -239,10 +240,7 @@ class Saver:
 
     def _write(self, state: State, rng: Generators) -> None:
         started, ranks = time.perf_counter(), self._job.ranks
-        if ranks.in_step:
-            ranks.together(lambda: check_finite(self._optimizer.masters, state.step, self._job.record))
-        else:
-            check_finite(self._optimizer.masters, state.step, self._job.record)
+        self._savers.together(lambda: check_finite(self._optimizer.masters, state.step, self._job.record))
         generators, rng_facts = rng
 
         def write(folder: Path) -> None:
@@ -273,7 +271,7 @@ class Saver:
         ranks, tensors = self._job.ranks, self._optimizer.state()
         own = {name: value for name, value in tensors.items() if ranks.is_first or self._optimizer.is_part(name)}
         files = {OPTIMIZER: own} | ({self.follower.FILE: self.follower.weights} if self.follower else {})
-        target = ranks.gather(folder)[0] if ranks.in_step else folder
+        target = self._savers.gather(folder)[0]
         assert target is not None
         place = (ranks.index, ranks.size) if ranks.in_step else ()
 
@@ -281,7 +279,7 @@ class Saver:
             for name, values in files.items():
                 save_tensors(part_file(target, name, *place), values)
 
-        ranks.together(write) if ranks.in_step else write()
+        self._savers.together(write)
         return len(tensors)
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:

@@ -34,6 +34,12 @@ class Settings(BaseModel):
             raise SettingsConflict(conflicts)
         return self
 
+    def unused(self, switch: str, *names: str) -> Conflicts:
+        """Yield those of the settings that are set, but have no effect because `switch` is off."""
+        for name in names:
+            if not getattr(self, switch) and not self.is_default(name):
+                yield name, f"has no effect without {switch}; leave it out"
+
     def is_default(self, name: str) -> bool:
         """Whether a setting has its default value."""
         return getattr(self, name) == type(self).model_fields[name].default
@@ -226,6 +232,4 @@ class ReferenceMethod(MethodSettings):
         if self.sync_ref_model and not self.scores_reference:
             without = "is precomputed" if self.has_reference else "is not read: its weight is 0, or it is left out"
             yield "sync_ref_model", f"mixes the policy into a reference model, but the reference {without}"
-        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
-            if not self.sync_ref_model and not self.is_default(name):
-                yield name, "has no effect without sync_ref_model; leave it out"
+        yield from self.unused("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")

@@ -72,13 +72,9 @@ class DistillMethod(OnlineMethod):
         return default if self.teacher_prompt_template is None else self.teacher_prompt_template
 
     @property
-    def is_live(self) -> bool:
-        """Whether the teacher is the policy itself, with the weights that each step begins with."""
-        return self.teacher is None and self.teacher_model_kind == "live"
-
-    @property
     def avoids_second_model(self) -> bool:
-        return self.is_live or self.teacher_logprobs is not None
+        is_live = self.teacher is None and self.teacher_model_kind == "live"
+        return is_live or self.teacher_logprobs is not None
 
     @property
     def refers_to_itself(self) -> bool:
@@ -105,12 +101,8 @@ class DistillMethod(OnlineMethod):
                 yield "teacher_prompt_template", "has no effect without privileged_context or use_successful_as_teacher"
             elif "{privileged_context}" not in self.teacher_prompt_template:
                 yield "teacher_prompt_template", "must contain {privileged_context}"
-        yield from self._check_successful()
-
-    def _check_successful(self) -> Conflicts:
+        yield from self.unused("use_successful_as_teacher", "success_reward_threshold")
         if not self.use_successful_as_teacher:
-            if not self.is_default("success_reward_threshold"):
-                yield "success_reward_threshold", "has no effect without use_successful_as_teacher; leave it out"
             return
         for name in ("teacher_system_prompt", "privileged_context"):
             if getattr(self, name) is not None:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from posttrain.config.schema.base import Conflicts, MethodSettings, ReferenceMethod, Settings, setting
 from posttrain.config.schema.rollout import Curriculum
-from posttrain.config.schema.types import AboveZero, Float, Natural, NonNegative, OrOwn, Positive, ZeroToOne, is_own
+from posttrain.config.schema.types import AboveZero, Fraction, Natural, NonNegative, OrOwn, Positive, ZeroToOne, is_own
 
 PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo",
@@ -178,7 +178,7 @@ class GRPOMethod(PolicyGradientMethod):
     off_policy_mask_threshold: AboveZero | None = setting(
         None, "Drift in nats per token above which bad completions leave the loss; null: none do."
     )
-    top_entropy_quantile: Annotated[Float, Field(gt=0, le=1)] = setting(
+    top_entropy_quantile: Fraction = setting(
         1.0, "Share of tokens, those with the highest entropy, that the policy loss covers."
     )
     use_bias_correction_kl: bool = setting(
@@ -207,9 +207,8 @@ class GRPOMethod(PolicyGradientMethod):
         return self.loss_type in CLIPPED_LOSSES or is_own(self.loss_type)
 
     def _check_trees(self) -> Conflicts:
+        yield from self.unused("num_trees", "tree_rounds")
         if self.num_trees is None:
-            if self.tree_rounds != 1:
-                yield "tree_rounds", "has no effect without num_trees; leave it out"
             return
         branches = (self.num_generations - self.num_trees) // self.num_trees
         if branches < self.tree_rounds:
@@ -234,7 +233,10 @@ class GRPOMethod(PolicyGradientMethod):
     def check(self) -> Conflicts:
         yield from super().check()
         yield from self._check_trees()
-        yield from self._check_entropy()
+        bounds = ("entropy_coef_min", "entropy_coef_max")
+        yield from self.unused("use_adaptive_entropy", *bounds, "entropy_coef_delta", "entropy_target")
+        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+            yield "entropy_coef", f"is {self.entropy_coef}, outside {' and '.join(bounds)}"
         for name in ("scale_rewards", "kl_in", "advantage_level", "num_trees", "resampling_rounds"):
             if self.multi_objective_aggregation == "normalize_then_sum" and not self.is_default(name):
                 yield name, "is for sums of rewards, but normalize_then_sum compares each reward alone; leave it out"
@@ -260,15 +262,6 @@ class GRPOMethod(PolicyGradientMethod):
                 f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
                 "changes of the policy between them; give 1, or another loss_type",
             )
-
-    def _check_entropy(self) -> Conflicts:
-        if self.use_adaptive_entropy:
-            if not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
-                yield "entropy_coef", f"is {self.entropy_coef}, outside entropy_coef_min and entropy_coef_max"
-            return
-        for name in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
-            if not self.is_default(name):
-                yield name, "has no effect without use_adaptive_entropy; leave it out"
 
 
 class RLOOMethod(PolicyGradientMethod):
@@ -321,7 +314,7 @@ class PPOMethod(RewardedMethod):
     whiten_rewards: bool = setting(
         False, "Whether to scale a step's token rewards to a standard deviation of 1 and keep their mean."
     )
-    gamma: Annotated[Float, Field(gt=0, le=1)] = setting(1.0, "Discount factor per token.")
+    gamma: Fraction = setting(1.0, "Discount factor per token.")
     lam: ZeroToOne = setting(0.95, "GAE's lambda: 0 relies on the values, 1 on the rewards.")
     kl_coef: NonNegative = setting(0.05, "Weight of the KL to the reference in each token's reward; 0: no reference.")
     kl_estimator: KLEstimator = "k1"
@@ -347,6 +340,5 @@ class PPOMethod(RewardedMethod):
     def check(self) -> Conflicts:
         if self.target_kl is not None and self.kl_coef <= 0:
             yield "target_kl", "needs a kl_coef above 0: kl_coef adapts by factors, so 0 would never change"
-        if not self.is_default("kl_horizon") and self.target_kl is None:
-            yield "kl_horizon", "has no effect without target_kl; leave it out"
+        yield from self.unused("target_kl", "kl_horizon")
         yield from super().check()
