@@ -33,7 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.base.errors import ConfigError, DataError, EngineError, ModelError, VitalSignError
 from posttrain.base.pieces import pieces
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
@@ -41,7 +41,7 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.data import render
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
-from posttrain.engines.live import Busy, Ended, Failed, Job, Live, Token
+from posttrain.engines.live import Busy, Ended, Failed, Job, Joining, Live, Token
 from posttrain.judges.judge import JudgeInput, SingleJudge
 from posttrain.models.adapters import with_adapter
 from posttrain.models.load import load_model, load_tokenizer
@@ -219,6 +219,35 @@ def test_a_model_that_is_damaged_fails_its_requests_and_goes_on(stories):
         live.submit(left := Job([5], Sampling(max_completion_length=500)))
     stopped = events.get_nowait()  # by closing
     assert isinstance(stopped, Failed) and stopped.job is left and "was stopped" in str(stopped.error)
+
+
+def test_an_engine_without_memory_fails_what_waits(stories, monkeypatch):
+    model, ready = ModelConfig(path=str(stories)), threading.Event()
+    policy, tokenizer = load_model(model, "lm", torch.float32, CPU), load_tokenizer(model)
+
+    def no_memory(*_):
+        assert ready.wait(10)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Live, "_fresh", no_memory)
+    with living(policy, tokenizer) as (live, events):
+        live.submit(job := Job([5], Sampling(max_completion_length=3)))
+        asked = live.call(lambda _: 1)
+        ready.set()
+        failed = events.get(timeout=10)
+        assert isinstance(failed, Failed) and failed.job is job
+        with pytest.raises(MemoryError, match="no room"):
+            asked.result(10)
+        with pytest.raises(EngineError, match="the engine is closed"):
+            live.submit(Job([5], Sampling(max_completion_length=3)))
+
+
+def test_a_model_that_cannot_generate_is_not_served(stories, monkeypatch):
+    """A job that fails has no further events, so its iterator ends, whatever the events before."""
+    monkeypatch.setattr(Joining, "turn", lambda self: 1 / 0)
+    served = Served(ModelConfig(path=str(stories)), "m", {}, None, None, DevicesConfig(type="cpu"), 4, 4, None)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(asyncio.wait_for(Host.start(served), 30))
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------

@@ -224,6 +224,8 @@ class Joining(Generation):
 
 
 Result = TypeVar("Result")
+# What the engine's thread does between two steps, and what it does instead if the engine has failed.
+Work = tuple[Callable[[Joining], None], Callable[[Exception], object]]
 
 
 class Busy(PosttrainError):
@@ -266,7 +268,7 @@ class Live:
         tokens = cache_tokens(base.config, base.dtype, base.device, cache_bytes or CACHE_BYTES // 2)
         rows = max(1, min(max_rows, tokens // (2 * self.context)))
         self.room = Room(rows, rows, rows, self.context, self.context)
-        self._base, self._queued, self._wake = base, deque[Callable[[Joining], None]](), threading.Condition()
+        self._base, self._queued, self._wake = base, deque[Work](), threading.Condition()
         self._closed, self._waiting, self._live = False, 0, 0
         self._thread = threading.Thread(target=self._run, name="posttrain-live", daemon=True)
         self._thread.start()
@@ -282,11 +284,14 @@ class Live:
             if self._waiting >= self.max_waiting:
                 raise Busy(f"{self._waiting} prompts are already waiting: try again later")
             self._waiting += 1
-        self._post(lambda generation: generation.join(job, request.limits[0], texts))
+        self._post(
+            lambda generation: generation.join(job, request.limits[0], texts),
+            lambda error: self.deliver([Failed(job, error)]),
+        )
 
     def cancel(self, job: Job) -> None:
         """Cancel the job. At most one more step reports events of the job."""
-        self._post(lambda generation: generation.leave(job))
+        self._post(lambda generation: generation.leave(job), lambda error: None)
 
     def call(self, work: Callable[[nn.Module], Result], adapter: str | None = None) -> Future[Result]:
         """Run `work` on the policy between two steps, with this adapter active."""
@@ -303,7 +308,7 @@ class Live:
             finally:
                 generation.switch(generation.adapter)
 
-        self._post(run)
+        self._post(run, future.set_exception)
         return future
 
     @property
@@ -322,14 +327,24 @@ class Live:
             self._wake.notify()
         self._thread.join()
 
-    def _post(self, work: Callable[[Joining], None]) -> None:
+    def _post(self, *work: *Work) -> None:
         with self._wake:
-            if self._closed or not self._thread.is_alive():
+            if self._closed:
                 raise EngineError("the engine is closed")
             self._queued.append(work)
             self._wake.notify()
 
     def _run(self) -> None:
+        try:
+            self._generate()
+        except Exception as error:  # for example, there is no memory for keys and values
+            log.exception("the engine failed and cannot go on")
+            with self._wake:
+                self._closed = True
+            for _, fail in self._queued:
+                fail(error)
+
+    def _generate(self) -> None:
         base: Any = self._base
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head_layer(base)) as step:
             generation = self._fresh(step)
@@ -356,7 +371,7 @@ class Live:
                 self._wake.wait()
             queued, closed = list(self._queued), self._closed
             self._queued.clear()
-        for work in queued:
+        for work, _ in queued:
             work(generation)
         return not closed
 

@@ -25,7 +25,7 @@ from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.templates import choose_template
 from posttrain.data.tokenise import Tokeniser
 from posttrain.engines import Sampling, stop_token_ids
-from posttrain.engines.live import Alternatives, Ended, Event, Job, Live
+from posttrain.engines.live import Alternatives, Event, Failed, Job, Live, Token
 from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
@@ -97,26 +97,30 @@ class Policy:
     async def events(self, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
         """Submit jobs and yield their events. Closing the iterator cancels them, and so does the refusal of any job."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        left = sum(job.sampling.num_generations for job in jobs)
+        left = {job: job.sampling.num_generations for job in jobs}
         try:
             for job in jobs:
                 self._queues[job] = queue
                 self.live.submit(job)
-            while left:
+            while any(left.values()):
                 event = await queue.get()
-                left -= isinstance(event, Ended)
+                if not isinstance(event, Token):
+                    left[event.job] = 0 if isinstance(event, Failed) else left[event.job] - 1
                 yield event
         finally:
             for job in jobs:
-                if self._queues.pop(job, None) is not None and left:
+                if self._queues.pop(job, None) is not None and left[job]:
                     with contextlib.suppress(PosttrainError):
                         self.live.cancel(job)
 
     async def warm_up(self) -> None:
-        """Generate and render a short text, so that the first request need not wait for memory and processes."""
+        """Generate and render a short text, so that the first request need not wait for memory and processes.
+
+        Raises the error of a model that cannot generate."""
         job = Job([self.stops[0] if self.stops else 0], Sampling(max_completion_length=WARM_UP_TOKENS))
-        async for _ in self.events([job]):
-            pass
+        async for event in self.events([job]):
+            if isinstance(event, Failed):
+                raise event.error
         with contextlib.suppress(DataError):  # the template may refuse an empty message
             await self.in_thread(self.chat_tokens, [{"role": "user", "content": ""}], {}, renders=True)
 
