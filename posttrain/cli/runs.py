@@ -230,10 +230,14 @@ def report(
 
 
 def _reported(name: str, output_dir: Path) -> Path:
-    """The folder of a run or a pipeline. If there is none, raises RunError with the runs that exist."""
-    folders = (Path(name).expanduser(), output_dir / name)
-    found = next((folder for folder in folders if folder.is_dir() and runs_below(folder)), None)
-    return found or named(name, output_dir)
+    """The folder of a run or a pipeline. If there is none, raises UsageError with the runs that exist."""
+    for folder in (Path(name).expanduser(), output_dir / name):
+        if folder.is_dir() and runs_below(folder):
+            return folder
+        if folder.is_dir():
+            raise UsageError(f"{folder} is not a run and contains none: it has no run.json")
+    known = [str(path.relative_to(output_dir)) for path in runs_below(output_dir)] if output_dir.is_dir() else []
+    raise UsageError(f"there is no run {name}; in {output_dir} there are {', '.join(known[-8:]) or 'none'}")
 
 
 def short_names(folders: Mapping[str, Path]) -> dict[str, Path]:
