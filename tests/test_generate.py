@@ -13,7 +13,7 @@ from posttrain.config import DataConfig, dump, load
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import prompts_of
 from posttrain.data.readers import Record
-from posttrain.inspection.findings import Measured, format_of, suggestions
+from posttrain.inspection.sample import Measured, format_of, suggestions
 from posttrain.models.load import load_model, load_tokenizer
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

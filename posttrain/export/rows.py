@@ -8,17 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.base.errors import ConfigError, DataError, PosttrainError
+from posttrain.base.errors import DataError, PosttrainError
 from posttrain.base.files import table_beside
 from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.config import DataConfig, RunConfig
 from posttrain.config.options import QuantizeOptions, from_flags
-from posttrain.config.reading.explain import explain
+from posttrain.config.reading.explain import checked
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.data import Dataset, Options, prepare, prepare_run
@@ -205,7 +204,4 @@ def _settings(options: QuantizeOptions, files: Sequence[Path], defaults: Setting
         values |= {"template": options.template, "chat_template_kwargs": {}}
     if values["template"] != "tags":
         values["tags"] = {}
-    try:
-        return DataConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error, values, {}))) from error
+    return checked(DataConfig, values, "the data")

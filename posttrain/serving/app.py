@@ -19,6 +19,7 @@ from posttrain.base.errors import DataError, EngineError, PosttrainError, Reward
 from posttrain.base.log import log
 from posttrain.base.pieces import Pieces
 from posttrain.data.rows import Turns
+from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion
 from posttrain.engines.live import Busy, Ended, Event, Job
 from posttrain.serving import wire
@@ -132,9 +133,8 @@ def _add_scores(app: FastAPI, host: Host) -> None:
             )
         if not whole:
             raise DataError("there is nothing to score: give messages, or a prompt or completion")
-        scored = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
         scores = await policy.scores(whole, body.top_logprobs, body.model)
-        return await policy.in_thread(_scored, policy, body, whole, min(scored, len(whole)), scores)
+        return await policy.in_thread(_scored, policy, body, whole, common_prefix(prompt, whole), scores)
 
     @app.post("/v1/render")
     async def render(body: wire.RenderRequest) -> Json:

@@ -18,7 +18,7 @@ from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
 from posttrain.runs.atomic import remove, write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
-from posttrain.runs.files import is_regular, save_json
+from posttrain.runs.files import is_regular, ready_to_write, save_json
 from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
 from posttrain.runs.folder import FORMAT, LOCK, load_facts
 from posttrain.runs.provenance import now
@@ -180,15 +180,13 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     kind = next((mode for suffix, mode in KINDS.items() if path.name.endswith(suffix)), None)
     if kind is None:
         raise RunError(f"{path} is not a supported kind of archive: give a name that ends in {', '.join(KINDS)}")
-    if os.path.lexists(path) and not overwrite:
-        raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     if path.resolve().is_relative_to(target.resolve()):
         raise RunError(f"{path} is inside the run: give another path with --output")
+    ready_to_write(path, overwrite=overwrite)
     temporary, home = beside(path, "tmp"), target.resolve()  # `target` itself may be a link
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
     with held(runs), writing(path, full="free some space, or give another path with --output"):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             settle(path.parent, path.name)  # removes what a killed export left
             with open(temporary, "wb") as file:
                 with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
