@@ -43,7 +43,6 @@ from posttrain.training.job import Job
 from posttrain.training.saving import Saver
 from posttrain.training.state import total_steps
 
-
 # Creates a context for sampling (`evaluating`: in an evaluation); a signal inside it abandons the work at once.
 SamplingContext = Callable[..., AbstractContextManager[None]]
 
