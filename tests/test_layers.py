@@ -3,6 +3,7 @@
 import ast
 import re
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,39 @@ def test_no_modules_import_one_another():
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def _used(tree: ast.Module) -> set[tuple[str, str]]:
+    """The names that a module takes from others of FILES: (module, name), imported or as `module.name`."""
+    named, modules = set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if whole in FILES:
+                    modules[alias.asname or alias.name] = whole
+                elif node.module in FILES:
+                    named.add((node.module, alias.name))
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname: alias.name for alias in node.names if alias.asname and alias.name in FILES}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            named.add((modules[node.value.id], node.attr))
+    return named
+
+
+def test_benchmarks_use_what_there_is():
+    """They run for hours and seldom, and types are checked in posttrain/ only: a name that is gone shows up here."""
+    gone = []
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for module, name in sorted(_used(ast.parse(file.read_text(encoding="utf-8")))):
+            if module.startswith("posttrain"):
+                known = hasattr(import_module(module), name)
+            else:
+                known = re.search(rf"\b{name}\b", FILES[module].read_text(encoding="utf-8"))
+            if not known:
+                gone.append(f"{file.relative_to(ROOT)}: {module}.{name}")
+    assert not gone
 
 
 def test_the_house_stays_small_enough_to_know():

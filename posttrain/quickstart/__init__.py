@@ -74,9 +74,7 @@ def quickstart(
     console.print(f"     Qwen3 architecture, {make_model(untrained, seed):,} weights")
 
     head(2, "SFT", "Learn by imitation; three of four demonstrations show their working.")
-    # Without their working; those with it come from `builtin:arithmetic`.
-    bare = arithmetic_problems("train", size.bare, seed + 1)
-    save_rows(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in bare])
+    write_bare_demonstrations(folder, size, seed)
     sft = train("sft")
 
     head(3, "Preference pairs", "Pair a right reply of the model with one of its wrong replies to the same problem.")
@@ -121,6 +119,12 @@ def claim(folder: Path, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "answers.jsonl", "curves.svg", "report.html"):
             (folder / name).unlink(missing_ok=True)
+
+
+def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
+    """Write `bare.jsonl`: demonstrations without working. Those with working come from `builtin:arithmetic`."""
+    rows = arithmetic_problems("train", size.bare, seed + 1)
+    save_rows(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
 
 
 def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
