@@ -108,6 +108,13 @@ def test_wrong_settings_with_kto(tmp_path, text, message):
     assert message in refused(tmp_path, f"model: gpt2\nmethod: kto\n{data}{text}")
 
 
+def test_a_method_that_no_adapter_has_is_refused_once(tmp_path):
+    models = [{"path": name, "lora": True} for name in ("gpt2", "distilgpt2")]
+    wrong = {"models": models, "method": {"type": "dpo", "sync_ref_model": True}, "data": GOOD["data"]}
+    said = refused(tmp_path, json.dumps(wrong), "a.json")
+    assert said.count("method.sync_ref_model mixes all weights, but with model.lora only an adapter is trained") == 1
+
+
 def test_labels_are_read_by_kto_alone(tmp_path):
     said = refused(tmp_path, "model: gpt2\nmethod: sft\ndata: {source: x, format: kto}\n")
     assert "data.format is kto, whose labels sft does not read" in said

@@ -197,8 +197,10 @@ def test_stored_parts_and_a_reference_that_follows_are_those_of_training(sums_ho
     with StoredRun(folder) as stored:
         rows = stored.rollouts(3)
     assert any(row["parts"]["length"]["value"] is None for row in rows)
-    again = regraded(load(folder / "config.yaml").config.method, rows, [row["reward"] for row in rows])
-    assert again == pytest.approx([row["advantage"] for row in rows], abs=1e-5)
+    settings, own = load(folder / "config.yaml").config.method, [row["reward"] for row in rows]
+    assert regraded(settings, rows, own) == pytest.approx([row["advantage"] for row in rows], abs=1e-5)
+    with pytest.raises(RunError, match="of some completions only the sum of their rewards is stored"):
+        regraded(settings, [*rows[:-1], rows[-1] | {"parts": {}}], own)
     assert main(["regrade", str(folder), *(f"--reward={json.dumps(reward)}" for reward in rewards)]) == 0
     assert re.search(r"\b0 of \d+ advantages change sign", capsys.readouterr().out)
 

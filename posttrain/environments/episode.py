@@ -147,7 +147,7 @@ class Forest:
 class Growth:
     """Begins the episodes of a run: those that begin anew at once, branches when the round before them is over.
 
-    `begun` are the futures of their first turns. `begin` starts an episode; `repeat` gives a branch its shared turns.
+    `first_turns` are futures. `begin` starts an episode; `repeat` gives a branch its shared turns.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Growth:
     ):
         self.episodes, self.n, self.begin, self.repeat = episodes, n, begin, repeat
         trees = n if forest is None else forest.trees
-        self.begun = [Future[Turn | None]() for _ in episodes]
+        self.first_turns = [Future[Turn | None]() for _ in episodes]
         self._lock, self._started = Lock(), list[Future[Turn | None]]()
         self._rounds: dict[int, list[list[int]]] = {}  # of each tree, by the index of its first episode
         for first in range(0, len(episodes), n):
@@ -178,7 +178,7 @@ class Growth:
             self._start(root)
 
     def stop(self) -> None:
-        for future in (*self._started, *self.begun):
+        for future in (*self._started, *self.first_turns):
             future.cancel()
 
     def answered(self, index: int, future: Future[Turn | None]) -> None:
@@ -188,7 +188,7 @@ class Growth:
         try:
             self._grow(self.episodes[index].root)
         except BaseException as error:  # a callback's error would be lost, and the run would wait for these futures
-            for each in self.begun:
+            for each in self.first_turns:
                 if not each.done():
                     each.set_exception(error)
             raise
@@ -212,19 +212,19 @@ class Growth:
             self._start(branch)
 
     def _start(self, index: int) -> None:
-        if self.begun[index].set_running_or_notify_cancel():
+        if self.first_turns[index].set_running_or_notify_cancel():
             self._started.append(started := self.begin(self.episodes[index]))
-            started.add_done_callback(partial(self._has_begun, index))
+            started.add_done_callback(partial(self._has_started, index))
 
-    def _has_begun(self, index: int, future: Future[Turn | None]) -> None:
+    def _has_started(self, index: int, future: Future[Turn | None]) -> None:
         if future.cancelled():
             return
         episode = self.episodes[index]
         if (error := future.exception()) is not None:
-            self.begun[index].set_exception(error)
+            self.first_turns[index].set_exception(error)
         elif future.result() is not None and episode.trunk is not None and not episode.trajectory.shared:
             self._started.append(repeated := self.repeat(episode, episode.trunk))
-            repeated.add_done_callback(partial(self._has_begun, index))
+            repeated.add_done_callback(partial(self._has_started, index))
         else:
-            self.begun[index].set_result(future.result())
+            self.first_turns[index].set_result(future.result())
             self.answered(index, future)

@@ -134,7 +134,7 @@ class Episodes:
         try:
             growth.plant()
             branching = forest is not None
-            converse(self.engine, growth.begun, sampling, follow=follow, longest=longest, branching=branching)
+            converse(self.engine, growth.first_turns, sampling, follow=follow, longest=longest, branching=branching)
         finally:
             growth.stop()
             for episode in episodes:

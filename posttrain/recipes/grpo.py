@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.base.errors import RunError
 from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
@@ -243,6 +244,11 @@ def of_tokens(
     if isinstance(method, ReinforcePlusPlusMethod):
         return normalized(rewards_to_go(turns.token_rewards(penalty_N), turns.sequence_N), eps=EPS)
     if isinstance(method, GRPOMethod) and method.multi_objective_aggregation == "normalize_then_sum":
+        if not all(parts):
+            raise RunError(
+                "method.multi_objective_aggregation: normalize_then_sum compares each reward alone, but of some "
+                "completions only the sum of their rewards is stored: use sum_then_normalize"
+            )
         rows = [[part["value"] for part in each.values()] for each in parts]
         reward_SK = torch.tensor([[math.nan if value is None else value for value in row] for row in rows])
         weight_K = torch.tensor([part["weight"] for part in parts[0].values()])

@@ -45,12 +45,11 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
         targets = sum(len(p.target_N) if p.weight_N is None else float(p.weight_N.double().sum()) for p in packs)
-        of_packs = (by_source(pack, examples, names) for pack in packs)
-        counts = summed([{name: float(weight_N.sum()) for name, weight_N in each.items()} for each in of_packs])
+        sources = {id(pack): by_source(pack, examples, names) for pack in packs}
+        counts = summed([{key: float(weight_N.sum()) for key, weight_N in own.items()} for own in sources.values()])
 
         def share(pack: Pack):
-            own = by_source(pack, examples, names)
-            pack = pack.to(job.device)
+            own, pack = sources[id(pack)], pack.to(job.device)
             with noisy_embeddings(scorer, pack, method.neftune_noise_alpha):
                 scores = scorer(pack, top=top)
             weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)

@@ -27,6 +27,7 @@ from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
+from posttrain.models.sharding import at_rest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import Batch, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
@@ -307,6 +308,7 @@ class Loop:
         """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template; before it,
         `ema/`, the same of the averages of the weights."""
         if self.optimizer.averages:
+            at_rest(self.policy)  # what was gathered for the last pass has other weights
             self.optimizer.swap_averages()
             try:
                 self.saver.save_model(self.job.run.folder / "ema", self.state.step)

@@ -63,8 +63,6 @@ class RunConfig(Settings):
                     f"models.{index}.load_in_4bit",
                     "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
                 )
-            if self.method.syncs_reference and model.lora is not None:
-                yield "method.sync_ref_model", "mixes all weights, but with model.lora only an adapter is trained"
             if model.lora is not None and model.lora.init != "default":
                 path, init = f"models.{index}.lora.init", model.lora.init
                 if model.load_in_4bit and model.lora.is_subtracted:
@@ -76,6 +74,8 @@ class RunConfig(Settings):
             if model.dtype == "float16" and self.training.optimizer == "adamw_cpu_offload":
                 yield "training.optimizer", "is adamw_cpu_offload, which cannot scale float16's losses: set adamw_8bit"
             yield from self._check_trained_ends(index, model)
+        if self.method.syncs_reference and any(model.lora is not None for model in self.models):
+            yield "method.sync_ref_model", "mixes all weights, but with model.lora only an adapter is trained"
         if self.training.loraplus_lr_ratio != 1 and any(model.lora is None for model in self.models):
             yield "training.loraplus_lr_ratio", "is for LoRA's matrices, but a model trains all weights: set model.lora"
         if isinstance(self.method, UnreadMethod):
