@@ -80,11 +80,13 @@ def _sampled(task: str, label: str, sampling: Mapping[str, Any] | None = None, *
 ICEPOP = {"mode": "token_mask", "clip_max": 5.0, "clip_min": 0.5}
 CASES = {
     "grpo": _updates("GRPO", None),
-    "gspo": _updates("`gspo`", loss_type="gspo"),
-    "luspo": _updates("`luspo`", loss_type="luspo"),
-    "cispo": _updates("`cispo`", loss_type="cispo"),
-    "sapo": _updates("`sapo`", loss_type="sapo"),
-    "vespo": _updates("`vespo`", loss_type="vespo"),
+    **{
+        loss: _updates(f"`{loss}`", loss_type=loss)
+        for loss in (
+            *("dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo"),
+            *("no_baseline", "reinforce_with_baseline", "grpo_clip"),
+        )
+    },
     "delta": _updates("`delta: 2`", delta=2.0),
     "top_entropy_quantile": _updates("`top_entropy_quantile: 0.2`", top_entropy_quantile=0.2),
     "use_adaptive_entropy": _updates(
@@ -93,6 +95,9 @@ CASES = {
     "kl": _updates("GRPO, `beta: 0.05`", beta=0.05),
     "use_bias_correction_kl": _updates(
         "`use_bias_correction_kl`, `beta: 0.05`", "kl", beta=0.05, use_bias_correction_kl=True
+    ),
+    "sync_ref_model": _updates(
+        "`sync_ref_model` every 16 updates, `beta: 0.05`", "kl", beta=0.05, sync_ref_model=True, ref_model_sync_steps=16
     ),
     **{
         f"{task}: {case.label}": case
@@ -112,9 +117,16 @@ CASES = {
     },
     "sft": Case("SFT", "AdamW, NLL", training=TUNED),
     "dft": Case("SFT", "`loss_type: dft`", {"loss_type": "dft"}, TUNED, beside="sft"),
+    "eaft": Case("SFT", "`loss_type: eaft`", {"loss_type": "eaft"}, TUNED, beside="sft"),
+    "label_smoothing": Case(
+        "SFT", "`label_smoothing_factor: 0.1`", {"label_smoothing_factor": 0.1}, TUNED, beside="sft"
+    ),
     "neftune": Case("SFT", "`neftune_noise_alpha: 5`", {"neftune_noise_alpha": 5.0}, TUNED, beside="sft"),
     "muon": Case("SFT", "`optimizer: muon`", training=TUNED | {"optimizer": "muon"}, beside="sft"),
     "lora": Case("SFT", "`lora.r: 16`", training=TUNED | ADAPTED, model=LORA, beside="sft"),
+    "loraplus": Case(
+        "SFT", "`loraplus_lr_ratio: 4`", {}, TUNED | ADAPTED | {"loraplus_lr_ratio": 4.0}, LORA, beside="lora"
+    ),
     "pissa": Case("SFT", "`lora.init: pissa`", {}, TUNED | ADAPTED, LORA | {"lora.init": "pissa"}, beside="lora"),
 }  # fmt: skip
 ENGINES = {
