@@ -86,8 +86,9 @@ def test_every_known_set_is_read_with_its_columns(tmp_path):
     assert ON_THE_HUB.keys() == KNOWN.keys()
     for name, (file, row, _) in ON_THE_HUB.items():
         content = {file: parquet(tmp_path, row)}
-        if KNOWN[name].subset or KNOWN[name].splits:
-            card = f"---\nconfigs:\n- config_name: {KNOWN[name].subset or 'default'}\n  data_files: SPLITS\n---\n"
+        subset = KNOWN[name].source.removeprefix(KNOWN[name].repo)[1:]
+        if subset or KNOWN[name].splits:
+            card = f"---\nconfigs:\n- config_name: {subset or 'default'}\n  data_files: SPLITS\n---\n"
             split = Path(file).name.partition("-")[0]
             content["README.md"] = card.replace("SPLITS", f"[{{split: {split}, path: {file}}}]").encode()
         hub_cache(tmp_path, KNOWN[name].repo, content)

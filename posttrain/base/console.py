@@ -16,10 +16,7 @@ from posttrain.base.terminal import harmless
 
 
 class PlainConsole(Console):
-    """rich's console for untrusted strings: no markup, no emoji, secrets hidden, control characters shown as escapes.
-
-    Styles are passed separately (`style=`, `Text.append`).
-    """
+    """rich's console for untrusted strings: no markup or emoji, secrets hidden, control characters shown as escapes."""
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -66,11 +63,7 @@ Item = TypeVar("Item")
 def progress(
     items: Iterable[Item], description: str, total: int | None = None, console: Console | None = None
 ) -> Iterator[Item]:
-    """Iterate over `items` and show the progress after the first two seconds.
-
-    `total` is the number of items; by default `len(items)`, if `items` has a length. Without a terminal, progress is
-    shown as a line every 30 seconds.
-    """
+    """Iterate over `items` and show the progress after the first two seconds; `total` is by default their number."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     with counter(description, total, console) as count:
         for item in items:

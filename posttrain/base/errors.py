@@ -1,7 +1,4 @@
-"""Errors that a user can fix. Each message says what is wrong, where, and what to do.
-
-The command line prints the message without a stack trace.
-"""
+"""Errors that a user can fix. Each message says what is wrong, where, and what to do."""
 
 import re
 import signal

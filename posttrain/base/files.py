@@ -24,10 +24,7 @@ from posttrain.base.words import counted
 
 
 def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
-    """The path, with `~` expanded; it need not exist.
-
-    Raises `error` if the name is too long, or if permission to read a parent folder is missing.
-    """
+    """The path, with `~` expanded; it need not exist. Raises `error` if it is too long, or a folder is not readable."""
     path = Path(expanduser(text))
     try:
         path.exists()
@@ -78,10 +75,7 @@ _settings_folders: dict[Path, None] = {}  # one list for the whole program, like
 
 
 def remember_settings(path: Path) -> None:
-    """Remember a settings file's folder, because functions named in settings may be in Python files there.
-
-    A run's own folder is not remembered.
-    """
+    """Remember a settings file's folder, where functions named in settings may be; unless it is a run's own folder."""
     folder = path.resolve().parent
     if not (folder / "run.json").exists():
         _settings_folders[folder] = None

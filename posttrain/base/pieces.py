@@ -118,10 +118,7 @@ class Pieces:
 
 
 def pieces(ids: Sequence[int], tokenizer: Decoder, before: Sequence[int] = ()) -> Iterator[tuple[int, str]]:
-    """The text of `ids` in pieces, each with its number of tokens. Concatenated, they continue the text of `before`.
-
-    Special tokens are included as text.
-    """
+    """The text of `ids`, with special tokens, in pieces with their numbers of tokens; it continues that of `before`."""
     reader, count = Pieces(tokenizer, before, special=True), 0
     for token in ids:
         count += 1

@@ -85,7 +85,8 @@ class _Stream:
 
 
 @contextmanager
-def _wrapped(quits: bool) -> Iterator[None]:
+def outliving(quits: bool) -> Iterator[None]:
+    """Inside the block, output survives the loss of its reader; with `quits`, the process ends silently instead."""
     before = sys.stdout, sys.stderr
     # A stream is None if the process was started without it.
     sys.stdout, sys.stderr = (cast(TextIO, stream and _Stream(stream, quits)) for stream in before)
@@ -103,12 +104,5 @@ def enduring() -> Iterator[None]:
         log.warning("the terminal was closed: continuing without it")
 
     hang_up = [HANGUP] if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_DFL else []
-    with _wrapped(quits=False), handling(note, *hang_up):
-        yield
-
-
-@contextmanager
-def quitting() -> Iterator[None]:
-    """Inside the block, end the process silently if the reader of its output ends, as other tools do."""
-    with _wrapped(quits=True):
+    with outliving(quits=False), handling(note, *hang_up):
         yield

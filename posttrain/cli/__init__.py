@@ -18,7 +18,7 @@ import typer
 
 from posttrain import __version__
 from posttrain.base.errors import UsageError
-from posttrain.base.terminal import enduring, quitting, say
+from posttrain.base.terminal import enduring, outliving, say
 from posttrain.cli.command import guarded, with_options
 from posttrain.runs.logs import ConsoleLog
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale may lack characters of data and models
             stream.reconfigure(errors="backslashreplace")
-    with enduring() if args[0] in ENDURING else quitting():
+    with enduring() if args[0] in ENDURING else outliving(quits=True):
         if args == ["--version"]:
             say(f"posttrain {__version__}")
             return 0

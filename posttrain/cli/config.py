@@ -17,7 +17,7 @@ from posttrain.config import dump, preset_names
 from posttrain.config.foreign import SYSTEMS, parse
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.files import read_text
-from posttrain.config.reading.load import preset_summary
+from posttrain.config.reading.load import PRESETS
 from posttrain.config.render import EXAMPLES, json_schema, starter
 from posttrain.runs.provenance import redact_yaml
 
@@ -101,7 +101,8 @@ def list_() -> None:
     columns = ("preset", "what it does")
     table = text_table(*columns, left=columns)
     for name in preset_names():
-        table.add_row(name, preset_summary(name))
+        first = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+        table.add_row(name, first.lstrip("# ").strip())
     console = PlainConsole()
     console.print(table)
     console.print("Start one with: posttrain train PRESET       See it with: posttrain config show PRESET")

@@ -123,7 +123,13 @@ def chat(
         need(package, "serve", "posttrain chat")
     settings = {name: value for name, value in values_of(options).items() if value is not None}
     if terminal:
-        _in_terminal(model, settings)
+        from posttrain.serving.client import ModelServer, Talk
+
+        of_server = {f"--{name.replace('_', '-')}": settings.pop(name) for name in OF_SERVER if name in settings}
+        system = settings.pop("system_prompt", None)
+        say(f"loading {model} …", error=True)
+        with ModelServer(model, list(chain(*of_server.items()))) as server:
+            _converse(Talk(server.client, DEFAULTS | settings, system), sys.stdin.isatty())
         return
     if unread := next(iter(settings), None):
         raise UsageError(f"--{unread.replace('_', '-')} is for --terminal: the page has its own settings")
@@ -133,16 +139,6 @@ def chat(
     root = folder.expanduser()
     root.mkdir(parents=True, exist_ok=True)
     serve(root, "127.0.0.1", port, None, not no_browser, f"/chat?{urlencode({'a': model})}")
-
-
-def _in_terminal(model: str, settings: dict[str, Any]) -> None:
-    from posttrain.serving.client import ModelServer, Talk
-
-    of_server = {f"--{name.replace('_', '-')}": settings.pop(name) for name in OF_SERVER if name in settings}
-    system = settings.pop("system_prompt", None)
-    say(f"loading {model} …", error=True)
-    with ModelServer(model, list(chain(*of_server.items()))) as server:
-        _converse(Talk(server.client, DEFAULTS | settings, system), sys.stdin.isatty())
 
 
 def _converse(talk: Any, interactive: bool) -> None:

@@ -17,7 +17,6 @@ from posttrain.cli.command import Interrupted
 from posttrain.cli.settings import DRY_RUN, Config, Overrides, split_arguments
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.types import EVAL_METRIC
-from posttrain.runs.metrics import of_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +118,8 @@ def _metric(chosen: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool
             )
     if chosen is not None and (chosen == "auto" or not re.fullmatch(EVAL_METRIC, chosen)):
         raise UsageError(f"--metric {chosen}: give a metric of the evaluation, such as eval_loss or eval_reward")
-    metrics = {chosen or config.best_metric or f"eval_{_main(config)}" for config in configs}
+    mains = ("reward" if config.samples else config.method.headline for config in configs)
+    metrics = {chosen or config.best_metric or f"eval_{main}" for config, main in zip(configs, mains, strict=True)}
     if len(metrics) > 1:
         raise UsageError(f"the trials have different main metrics ({', '.join(sorted(metrics))}): choose --metric")
     metric = metrics.pop()
@@ -127,8 +127,3 @@ def _metric(chosen: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool
     if lower is None:
         raise UsageError(f"--metric {metric}: its direction is unknown; set checkpoint.best_direction=higher or lower")
     return metric, lower
-
-
-def _main(config: RunConfig) -> str:
-    """The main metric of the method."""
-    return "reward" if config.samples else (*of_method(config.method.type), "loss")[0]

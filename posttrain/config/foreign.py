@@ -4,12 +4,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import visible
-from posttrain.config.reading.files import parse_settings, parse_value, read_settings, read_table
+from posttrain.config.reading.files import parse_settings, parse_value, read_settings, read_text
 from posttrain.config.reading.hints import hint
 from posttrain.config.schema.data import TEMPLATES
 from posttrain.config.schema.methods import METHOD_NAMES, AnyMethod, class_of
@@ -85,9 +86,10 @@ class Draft:
         self.comments[path] = " ".join(visible("; ".join(filter(None, [comment, default]))).split())
 
 
+@cache
 def table(name: str) -> dict[str, Any]:
     """A file of posttrain/config/systems: `marks`, `defaults` and more of a system of SYSTEMS, or `values` of all."""
-    return read_table(Path(__file__).parent / "systems" / f"{name}.yaml")
+    return parse_settings(read_text(Path(__file__).parent / "systems" / f"{name}.yaml"), name).values
 
 
 def method_of(word: str) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from posttrain.base.files import table_beside
-from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, list_choices, models_in, options
+from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, models_in, options
 from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.layers import ALIASES, ON_OFF
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, AnyMethod, class_of
@@ -85,8 +85,12 @@ def reads(method: str, setting: Setting) -> bool:
 
 def entry_models(setting: Setting) -> list[type[BaseModel]]:
     """The groups of settings that a list setting accepts as entries."""
-    lists = [option for option in options(setting.annotation) if get_origin(option) is tuple]
-    return [model for option in lists for model in models_in(get_args(option)[0])]
+    return [model for entry in _entries_of(setting) for model in models_in(entry)]
+
+
+def _entries_of(setting: Setting) -> list[Any]:
+    """The annotations of the entries of a list setting."""
+    return [get_args(option)[0] for option in options(setting.annotation) if get_origin(option) is tuple]
 
 
 def _of_entries(models: list[type[BaseModel]]) -> str:
@@ -122,7 +126,7 @@ def commented(text: str, comment: str, indent: str) -> list[str]:
 
 def described(setting: Setting) -> str:
     """The description of a setting, and the allowed words unless the description names them."""
-    words, listed = choices(setting.annotation), list_choices(setting.annotation)
+    words, listed = choices(setting.annotation), [word for entry in _entries_of(setting) for word in choices(entry)]
     unnamed = [word for word in (*words, *listed) if word not in setting.description and word not in ("true", "null")]
     if words in (["true", "false"], ["true", "false", "null"]) or len(words) == 1 or not unnamed:
         return setting.description

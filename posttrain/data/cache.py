@@ -7,7 +7,6 @@ single rename, so it is either complete or absent; a damaged file is detected by
 import contextlib
 import hashlib
 import json
-import logging
 import shutil
 import time
 from collections import defaultdict
@@ -22,9 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.base.files import LEFTOVER, put_folder, sha256_of, take_away
+from posttrain.base.log import log
 from posttrain.data.report import Reading
-
-logger = logging.getLogger(__name__)
 
 CODE_VERSION = 12  # increase it when the same rows and settings give different tokens
 LEFTOVER_SECONDS = 86_400
@@ -123,10 +121,11 @@ def cached(
                             raise
                     if attempt == 0:
                         note = f"the cached tokens in {entry} were damaged ({damage}) and have been rebuilt"
-                        logger.warning(note)
+                        log.warning(note)
             entry.parent.mkdir(parents=True, exist_ok=True)
             _clean(entry.parent)
-            _build(entry, file, schema, build)
+            # another run may have built the same entry meanwhile
+            put_folder(entry, lambda work: _write(work, file, schema, build), replace=False)
         return *_load(entry, file), note
     except _DamagedError as error:
         raise DataError(f"the data cache in {folder} does not return the data that was written ({error})") from error
@@ -155,14 +154,11 @@ def _load(entry: Path, file: str) -> tuple[pa.Table, Reading, str]:
         raise _DamagedError(str(error)) from error
 
 
-def _build(entry: Path, file: str, schema: pa.Schema, build: Callable[[Writer], Reading]) -> None:
-    def write(work: Path) -> None:
-        with contextlib.closing(Writer(work / file, schema)) as writer:
-            reading = build(writer)
-        facts = {"sha256": sha256_of(work / file), "content": writer.content(), "reading": asdict(reading)}
-        (work / "facts.json").write_text(json.dumps(facts))
-
-    put_folder(entry, write, replace=False)  # another run may have built the same entry meanwhile
+def _write(folder: Path, file: str, schema: pa.Schema, build: Callable[[Writer], Reading]) -> None:
+    with contextlib.closing(Writer(folder / file, schema)) as writer:
+        reading = build(writer)
+    facts = {"sha256": sha256_of(folder / file), "content": writer.content(), "reading": asdict(reading)}
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def _clean(folder: Path) -> None:

@@ -70,10 +70,9 @@ def platform_limits(system: str = sys.platform) -> Found:
 
 def run_folder(path: str) -> Found:
     """The disk of the runs: space, write speed, atomic writes, locks, SQLite. Leaves nothing behind."""
-    existing = _existing(Path(path))
-    with _scratch(existing) as name:
+    with _scratch(path) as name:
         folder = Path(name)
-        disk = _disk(existing, folder)
+        disk = _disk(folder)
         _complete_files(folder)
         locked = _locks(folder)
         _sqlite(folder / "rollouts.sqlite")
@@ -85,9 +84,8 @@ def run_folder(path: str) -> Found:
 
 def cache_folder(path: str) -> Found:
     """The disk of a cache: space, write speed, atomic writes."""
-    existing = _existing(Path(path))
-    with _scratch(existing) as name:
-        disk = _disk(existing, Path(name))
+    with _scratch(path) as name:
+        disk = _disk(Path(name))
         _complete_files(Path(name))
     return disk
 
@@ -99,16 +97,12 @@ def hub_cache() -> Found:
     return cache_folder(constants.HF_HUB_CACHE)
 
 
-def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest existing folder above it, in which it would be made."""
-    path = path.expanduser().absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not existing.is_dir():
-        raise Broken(f"{existing} is a file, not a folder", "choose another folder")
-    return existing
-
-
-def _scratch(parent: Path) -> tempfile.TemporaryDirectory[str]:
+def _scratch(path: str) -> tempfile.TemporaryDirectory[str]:
+    """A new folder in the folder, or in the nearest existing one above it, in which it would be made."""
+    wanted = Path(path).expanduser().absolute()
+    parent = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    if not parent.is_dir():
+        raise Broken(f"{parent} is a file, not a folder", "choose another folder")
     try:
         return tempfile.TemporaryDirectory(prefix=".posttrain-doctor-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
@@ -116,9 +110,9 @@ def _scratch(parent: Path) -> tempfile.TemporaryDirectory[str]:
         raise Broken(f"cannot write in {parent}: {error.strerror}", fix) from error
 
 
-def _disk(shown: Path, folder: Path) -> Found:
+def _disk(folder: Path) -> Found:
     """The free space of `folder`, and the speed of writing and syncing data that cannot be compressed."""
-    free, block = shutil.disk_usage(folder).free, os.urandom(BLOCK)
+    shown, free, block = folder.parent, shutil.disk_usage(folder).free, os.urandom(BLOCK)
     if free < 2 * BLOCK * BLOCKS:
         raise Broken(f"{shown}: {in_units(free)} free", "free some space, or choose another disk")
     began = time.perf_counter()

@@ -84,21 +84,18 @@ def hub() -> Found:
 
     endpoint, by_user = redact(constants.ENDPOINT), constants.HF_HUB_OFFLINE
     stay_offline_without_network()
+    kept = _cached(Path(constants.HF_HUB_CACHE))
     if constants.HF_HUB_OFFLINE:
-        kept = f"only the local cache, {_cached(Path(constants.HF_HUB_CACHE))}"
-        if by_user:
-            return Found(f"offline by HF_HUB_OFFLINE: {kept}", "limited", "unset HF_HUB_OFFLINE")
-        host = urlsplit(endpoint).hostname
-        return Found(f"{host} does not resolve: {kept}", "limited", "connect to the network, or set HF_HUB_OFFLINE=1")
+        why = "offline by HF_HUB_OFFLINE" if by_user else f"{urlsplit(endpoint).hostname} does not resolve"
+        remedy = "unset HF_HUB_OFFLINE" if by_user else "connect to the network, or set HF_HUB_OFFLINE=1"
+        return Found(f"{why}: only the local cache, {kept}", "limited", remedy)
     began = time.monotonic()
     try:
         HfApi().model_info(PROBED, timeout=HUB_S)
     except Exception as error:  # from any HTTP library that the hub's library uses
         why = redact(f"{type(error).__name__}: {error}".splitlines()[0])
-        kept = _cached(Path(constants.HF_HUB_CACHE))
-        return Found(
-            f"{endpoint} does not answer ({why}); cache: {kept}", "limited", "check the network and HTTPS_PROXY"
-        )
+        detail = f"{endpoint} does not answer ({why}); cache: {kept}"
+        return Found(detail, "limited", "check the network and HTTPS_PROXY")
     return Found(f"{endpoint} answers in {time.monotonic() - began:.1f} s")
 
 

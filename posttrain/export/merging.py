@@ -26,13 +26,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A model to write, in float32 with its adapter merged.
-
-    `outputs`: the outputs on each prompt before merging, which the written files must reproduce.
-    """
+    """A model to write, in float32 with its adapter merged."""
 
     model: PreTrainedModel
-    outputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]  # on each prompt before merging; the written files must reproduce them
     merging: float | None = None  # root mean square of the differences caused by merging (nats, or rewards)
     effect: float | None = None  # root mean square of the differences without the adapter (nats)
 
@@ -61,10 +58,7 @@ def load_base(source: Source, device: torch.device) -> PreTrainedModel:
 def merge(
     base: PreTrainedModel, source: Source, prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
 ) -> Whole:
-    """Merge the source into its base if it is an adapter, and check that merged = adapter.
-
-    Raises VitalSignError if the merged model differs by more than float32 rounding error.
-    """
+    """Merge the source into its base if it is an adapter. Raises VitalSignError if that changes more than rounding."""
     adapted = with_adapter(base, source.model).eval() if source.adapter else base
     check_embeddings(base, tokenizer, source.model.path)  # after loading the adapter, which may add embeddings
     want = outputs_of(adapted, prompts, source.reward)

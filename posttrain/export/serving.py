@@ -99,10 +99,7 @@ class TurnTable:
     notes: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt for a reply, or the conversation including its unfinished reply.
-
-        Raises KeyError for roles in an order that the template refuses.
-        """
+        """The prompt for a reply, or the conversation with its unfinished reply. KeyError: the template refuses it."""
         parts, before = [], START
         for index, message in enumerate(messages):
             role = message["role"]
@@ -209,10 +206,7 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], generate: bool) -
 
 
 def modelfile(served: EngineFacts) -> str:
-    """A Modelfile whose template writes the same text as the training template.
-
-    Raises InexpressibleError for a chat template, system prompt or stop string that a Modelfile cannot express.
-    """
+    """A Modelfile whose template writes the text of the training template. Raises InexpressibleError if none can."""
     template, notes = ollama_template(served)
     tokens = [str(served.tokenizer.convert_ids_to_tokens(id)) for id in served.stop_token_ids]
     sampling = {name: served.sampling[name] for name in PLAIN}

@@ -23,10 +23,7 @@ QUANTISED = "quantization.json"  # written by `posttrain quantize` into its fold
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to export. If a run trained it, also the run's settings and results.
-
-    `step` is the training step of the weights, `quantised` the content of a quantised model's quantization.json.
-    """
+    """A model to export. If a run trained it, also the run's settings and results."""
 
     model: ModelConfig
     name: str
@@ -35,8 +32,8 @@ class Source:
     run: RunSummary | None = None
     config: RunConfig | None = None
     results: dict[str, Any] = field(default_factory=dict)
-    step: int | None = None
-    quantised: dict[str, Any] | None = None
+    step: int | None = None  # the training step of the weights
+    quantised: dict[str, Any] | None = None  # the content of a quantised model's quantization.json
     given_base: ModelConfig | None = None  # replaces the base that the adapter names
 
     @property
@@ -97,10 +94,7 @@ def adapters_of(source: Source) -> tuple[list[ModelConfig], ModelConfig]:
 
 
 def _merged_in(base: ModelConfig) -> ModelConfig | None:
-    """The adapter that a run started from and merged into its `base/` folder; None if `base` is not such a folder.
-
-    Raises RunError if the adapter has changed since.
-    """
+    """The adapter that a run merged into its folder `base`; None for another folder. RunError: it has changed since."""
     folder = Path(base.path).resolve()
     run = folder.parent
     config = _settings(run) if folder.name == BASE and (run / "run.json").is_file() else None

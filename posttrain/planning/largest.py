@@ -9,7 +9,7 @@ size whose predicted peak is above the limit is not tried.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from posttrain.data import Prepared
 from posttrain.models.attention import width_step
 from posttrain.models.devices import take_device
 from posttrain.planning.activations import empty_model
-from posttrain.planning.estimate import Estimate, estimate, holds_reference, start_job
+from posttrain.planning.estimate import estimate, holds_reference, start_job
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
 from posttrain.runs.run import scratch_run
 from posttrain.scoring import RewardScorer, Scorer
@@ -180,19 +180,14 @@ class Trials:
         self.limit = limit or self.before + free
         self.peaks: dict[int, int] = {}
         self.epoch = FirstEpoch(config, data, router_weight(config, model) > 0)
-        self._empty = empty_model(config, model)
-        self._estimates: dict[int, Estimate] = {}
+        empty = empty_model(config, model)
+        # the estimated memory of a run with packs of a size
+        self.estimated = cache(lambda size: estimate(config, model, empty, self.packs(size), device))
         self._step: Step | None = None
 
     def packs(self, size: int) -> list[Pack]:
         """The two fullest packs of the largest step: the second is computed while the gradients of the first exist."""
         return self.epoch.largest(size, width_step(self.device, size))[:2]
-
-    def estimated(self, size: int) -> Estimate:
-        """The estimated memory of a run with packs of this size."""
-        if size not in self._estimates:
-            self._estimates[size] = estimate(self.config, self.model, self._empty, self.packs(size), self.device)
-        return self._estimates[size]
 
     @contextmanager
     def loaded(self) -> Iterator[None]:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from posttrain.base.console import numbers_table
+from posttrain.base.console import numbers_table, text_table
 from posttrain.base.files import table_beside
 from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, contrasting, paired, rows
 from posttrain.reports import page
@@ -89,10 +87,8 @@ def tell(outcome: Outcome, console: Console) -> None:
     console.print("95 % intervals (Wilson) in brackets; sampled at temperature 1 unless greedy.", style="dim")
     console.print(in_short(outcome), highlight=False)
     console.print()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Examples", title_justify="left", title_style="bold")
-    table.add_column("problem", ratio=2, overflow="fold")
-    for name in SHOWN:
-        table.add_column(name, ratio=3, overflow="fold")
+    columns = ("problem", *SHOWN)
+    table = text_table(*columns, left=columns, title="Examples")
     for problem, _, *replies in examples(outcome):
         table.add_row(problem, *replies)
     console.print(table)

@@ -138,13 +138,6 @@ def choices(annotation: Any) -> list[str]:
     return words + (["true", "false"] if bool in branches else []) + (["null"] if type(None) in branches else [])
 
 
-def list_choices(annotation: Any) -> list[str]:
-    """The allowed words of a setting that takes a list of words; otherwise an empty list."""
-    return [
-        word for option in options(annotation) if get_origin(option) is tuple for word in choices(get_args(option)[0])
-    ]
-
-
 def expected(annotation: Any) -> str:
     """The accepted values of a setting in words: "a whole number of 1 or more or null"."""
     if get_origin(annotation) is Annotated:

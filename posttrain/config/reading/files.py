@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +120,6 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-
-
-@cache
-def read_table(path: Path) -> dict[str, Any]:
-    """The values of a YAML file of this package. They are read once, so they must not be changed."""
-    return parse_settings(read_text(path), str(path)).values
 
 
 def parse_settings(text: str, name: str, is_json: bool = False) -> Tree:

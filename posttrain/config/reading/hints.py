@@ -2,9 +2,8 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
-from posttrain.config.reading.files import read_table
+from posttrain.base.files import table_beside
 from posttrain.config.reading.layers import ALIASES
 from posttrain.config.schema.methods import PPO_NAMES
 
@@ -16,7 +15,7 @@ _TARGET = re.compile(
 @cache
 def hints() -> dict[str, str]:
     """The hints of hints.yaml by name."""
-    texts = read_table(Path(__file__).with_suffix(".yaml"))
+    texts = table_beside(__file__, "hints.yaml")
     return {name: text for text, names in texts.items() for name in names.split()}
 
 

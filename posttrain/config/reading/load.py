@@ -301,9 +301,3 @@ def preset_names() -> list[str]:
 def preset_path(name: str) -> Path | None:
     """The file of a preset, or None."""
     return PRESETS / f"{name}.yaml" if name in preset_names() else None
-
-
-def preset_summary(name: str) -> str:
-    """The summary of a preset: the comment on its first line."""
-    first, *_ = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    return first.lstrip("# ").strip()

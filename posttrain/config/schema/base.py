@@ -147,12 +147,12 @@ class MethodSettings(Settings):
     @property
     def completions_per_prompt(self) -> int:
         """Number of completions that a step samples per prompt."""
-        return 0
+        return getattr(self, "num_generations", 0)
 
     @property
     def regrades_exactly(self) -> bool:
         """Whether advantages can be computed exactly from the rollouts of earlier versions, which lack `penalties`."""
-        return True
+        return not getattr(self, "whiten_rewards", False)
 
     @property
     def has_reference(self) -> bool:

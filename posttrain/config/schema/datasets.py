@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
-from posttrain.config.reading.files import read_table
+from posttrain.base.files import table_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +28,11 @@ class KnownSet:
         """owner/name."""
         return "/".join(self.source.split("/")[:2])
 
-    @property
-    def subset(self) -> str | None:
-        """The default subset."""
-        return self.source.removeprefix(self.repo)[1:] or None
-
 
 @cache
 def known_sets() -> dict[str, KnownSet]:
     """The known sets of datasets.yaml by short name."""
-    return {name: KnownSet(name, **entry) for name, entry in read_table(Path(__file__).with_suffix(".yaml")).items()}
+    return {name: KnownSet(name, **entry) for name, entry in table_beside(__file__, "datasets.yaml").items()}
 
 
 def known_set(source: str) -> KnownSet | None:

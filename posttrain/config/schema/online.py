@@ -48,10 +48,6 @@ class OnlineMethod(MethodSettings):
                 values["importance_sampling"] = None
         return values
 
-    @property
-    def completions_per_prompt(self) -> int:
-        return self.num_generations
-
 
 class ImportanceSampling(Settings):
     """Weights pi_trainer / pi_engine of the loss, which correct for what the engine computes differently."""
@@ -332,10 +328,6 @@ class PPOMethod(RewardedMethod):
     @property
     def updates(self) -> int:
         return self.num_ppo_epochs * self.num_minibatches
-
-    @property
-    def regrades_exactly(self) -> bool:
-        return not self.whiten_rewards
 
     def check(self) -> Conflicts:
         if self.target_kl is not None and self.kl_coef <= 0:
