@@ -68,6 +68,11 @@ def memory_in_use() -> int:
     return peak_of_process() if held is None else held
 
 
+def address_space() -> int:
+    """Bytes of address space in use; 0 if the system does not report it. Large libraries reserve more than they use."""
+    return _status("VmSize") or 0
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak memory of this process in bytes since `reset_peak_memory`: GPU memory if `device` is a GPU."""
     if device.type == "cuda":

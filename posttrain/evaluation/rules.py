@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.base.files import table_beside
 from posttrain.evaluation import ifeval
 from posttrain.grading import extract
-from posttrain.grading.verdict import BadGold, Judgement, Rule
+from posttrain.grading.verdict import BadGold, Judgement, Rule, check_text
 from posttrain.rewards import maths
 
 REFUSING = re.compile("|".join(table_beside(__file__, "refusals.yaml")), re.IGNORECASE)
@@ -101,11 +101,6 @@ def _compared(text: str) -> str:
     return text.lower()
 
 
-def _check_gold(gold: str | None) -> None:
-    if not isinstance(gold, str) or not gold.strip():
-        raise BadGold("the answer is missing")
-
-
 GSM8K = Rule(maths.check_number, gsm8k)
 MATH = Rule(maths.check_answer, math)
 LETTER = Rule(check_letter, letter)
@@ -113,7 +108,7 @@ REFUSAL = Rule(lambda gold: None, refusal)  # there is no answer to check
 STRING = Rule(maths.check_answer, string)  # for `--calibrate`
 MATH_VERIFY = Rule(maths.check_answer, math_verify)
 IFEVAL = Rule(ifeval.check, ifeval.followed)
-GSM8K_STRICT = Rule(_check_gold, gsm8k_strict)
-GSM8K_FLEXIBLE = Rule(_check_gold, gsm8k_flexible)
+GSM8K_STRICT = Rule(check_text, gsm8k_strict)
+GSM8K_FLEXIBLE = Rule(check_text, gsm8k_flexible)
 NAMES = ("GSM8K", "MATH", "LETTER", "IFEVAL", "GSM8K_STRICT", "GSM8K_FLEXIBLE", "REFUSAL")
 RULES = {name.lower(): f"posttrain.evaluation.rules:{name}" for name in NAMES}

@@ -40,9 +40,7 @@ class Estimate:
 def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:
     """The mean over all graded answers, with an interval that is clustered by prompt.
 
-    Args:
-        groups: for each prompt the scores of its graded answers. Prompts without graded answers are ignored.
-        confidence: the interval's coverage.
+    `groups`: for each prompt the scores of its graded answers. Prompts without graded answers are ignored.
 
     The value is the sum of all scores divided by their number, so a prompt with more graded answers weighs more. The
     standard error is that of Miller (2024), eq. 4, with C / (C - 1) for C prompts (groups of one: s / √n with ddof 1):
@@ -151,11 +149,8 @@ def _by_size(groups: Sequence[Group], most: int, value: Callable[[Group, int], f
 def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
     """Probability that the majority of k completions is right: the unbiased estimate from n ≥ k of them.
 
-    Args:
-        answers: the answer of each completion; None does not vote.
-        right: whether the completion is right. All right answers count as one answer, however they are written; wrong
-            answers count as one if they are equal strings.
-        k: how many of the n completions vote.
+    An answer of None does not vote. All right answers count as one answer, however they are written; wrong answers
+    count as one if they are equal strings.
 
     The mean, over all C(n, k) choices, of the probability that the answer with the most votes is right, where ties
     are broken uniformly at random and a choice without votes is wrong. maj@1 is the accuracy.
@@ -206,9 +201,8 @@ class Paired:
 def paired_difference(one_C: Sequence[float], other_C: Sequence[float], confidence: float = 0.95) -> Paired:
     """The difference `other` - `one` of the mean scores of C prompts, with its interval.
 
-    Args:
-        one_C, other_C: for each prompt the mean of its graded scores; each prompt counts once.
-        confidence: the interval's coverage, and 1 - alpha of the test for which `smallest` is computed.
+    Each prompt counts once, with the mean of its graded scores. `confidence` is the interval's coverage, and 1 - alpha
+    of the test for which `smallest` is computed.
 
     The standard error, s / √C with ddof 1, is the paired one clustered by prompt (Miller 2024, eq. 8). The interval is
     value ± t·SE with C - 1 degrees of freedom. If every difference is -1, 0 or 1 (one right or wrong answer each), it
@@ -252,12 +246,7 @@ def _standard_error(value_C: np.ndarray) -> float | None:
 
 def paired_bootstrap(one_C: Sequence[float], other_C: Sequence[float], resamples: int = 10_000, seed: int = 0) -> float:
     """The two-sided p-value of the mean difference `other` - `one`, by resampling prompts with all their answers
-    (Efron 1979).
-
-    Args:
-        one_C, other_C: for each prompt the mean of its graded scores.
-        resamples: number of resamples; the smallest p-value is 1 / (resamples + 1).
-        seed: random seed of the resampling; equal seeds give equal results.
+    (Efron 1979). Each prompt counts once, with its mean graded score; the smallest p-value is 1 / (resamples + 1).
 
     The symmetric bootstrap-t (Hall 1988): each resample's distance from the observed mean is divided by its own
     standard error. Plain percentiles reject too often with few prompts. p is the share of resamples that are at

@@ -330,6 +330,4 @@ def _as_matrices(gold: str, answer: str, depth: int) -> bool | None:
     if _MATRICES.get(left["kind"], left["kind"]) != _MATRICES.get(right["kind"], right["kind"]):
         return False  # a determinant (vmatrix) is not a matrix
     ours, theirs = forms.rows(left), forms.rows(right)
-    if [len(row) for row in ours] != [len(row) for row in theirs]:
-        return False
-    return _same_each([cell for row in ours for cell in row], [cell for row in theirs for cell in row], depth - 1)
+    return len(ours) == len(theirs) and all(_same_each(*both, depth - 1) for both in zip(ours, theirs, strict=True))

@@ -64,8 +64,7 @@ def _signed(text: str) -> Fraction | None:
         text = text[1:].lstrip()
         if sign < 0 and text[:1] in ("+", "-"):
             return None  # --5 is a typing error, not 5
-    text = text.removesuffix("$").rstrip()
-    value = _unsigned(text)
+    value = _unsigned(text.removesuffix("$").rstrip())
     return None if value is None else sign * value
 
 

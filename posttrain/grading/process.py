@@ -229,15 +229,8 @@ class WorkerProcess:
 
     def ask(self, job: GradeRequest, deadline: float, deadlines: Deadlines) -> Grade:
         """Grade one job, whose deadline starts now. Check `is_free` afterwards."""
-        line = json.dumps(
-            {
-                "rule": job.rule,
-                "completion": job.completion[-COMPLETION_CHARACTERS:],
-                "gold": job.gold,
-                "options": dict(job.options),
-                "deadline": deadline,
-            }
-        )
+        asked = {"completion": job.completion[-COMPLETION_CHARACTERS:], "gold": job.gold, "options": dict(job.options)}
+        line = json.dumps({"rule": job.rule, **asked, "deadline": deadline})
         self._is_taken = True  # until the verdict has been read in time
         started = time.perf_counter()
         deadlines.start(self, deadline)

@@ -36,8 +36,6 @@ _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\d.])")
 _FOREIGN = re.compile(
     r"[<>=:;?@#~\"`&$€£¥]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp|math[a-z]+|[bp]?mod|cup|cap|setminus|emptyset)(?![a-zA-Z])|[\d)}]\s*_|[)\]}|]\s*'"
 )
-
-
 _ODD_ROOT = re.compile(r"\\sqrt\[\s*\d*[13579]\s*\]\{")
 _DIVISORS = re.compile(r"\\?(?:gcd|lcm)(?![a-zA-Z])")
 _OPERATOR = re.compile(r"\\(?:sum|prod|i{1,3}nt|oint|lim|limsup|liminf)(?![a-zA-Z])")

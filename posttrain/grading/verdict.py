@@ -21,6 +21,12 @@ class BadGold(Exception):
     """The reference answer cannot be used; the message is the reason."""
 
 
+def check_text(gold: str | None, **options: object) -> None:
+    """Raise BadGold if there is no reference answer."""
+    if not isinstance(gold, str) or not gold.strip():
+        raise BadGold("there is no answer to compare with")
+
+
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """A rule's judgement: score, whether the answer is right, the extracted answer, the parts of the score."""

@@ -36,7 +36,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from posttrain.base.memory import peak_of_process
+from posttrain.base.memory import address_space, peak_of_process
 from posttrain.base.system import IS_LINUX, leave_signals_to_parent, resource
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, FORK, NUMBER, BadGold, Rule
 
@@ -57,8 +57,9 @@ def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
     """Drop rights that grading does not need. Returns the names of the active restrictions."""
     in_force = []
     if IS_LINUX:
-        if _no_network_namespace():
-            in_force.append("no network")
+        with contextlib.suppress(OSError, AttributeError):  # containers often forbid an empty network namespace
+            if ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_NET) == 0:
+                in_force.append("no network")
         files, network = _landlock()
         if files:
             in_force.append(RESTRICTED)
@@ -91,7 +92,7 @@ def limits(memory_bytes: int, files_open: bool) -> list[str]:
     if resource is None:
         return []
     in_force = []
-    memory_bytes = max(memory_bytes, _address_space() + ROOM_BYTES)
+    memory_bytes = max(memory_bytes, address_space() + ROOM_BYTES)
     # macOS accepts the limit but does not enforce it
     kept = f"at most {memory_bytes / 1e9:.2g} GB of memory" if IS_LINUX else ""
     wanted = [(resource.RLIMIT_AS, memory_bytes, kept), (resource.RLIMIT_CORE, 0, "")]
@@ -102,23 +103,6 @@ def limits(memory_bytes: int, files_open: bool) -> list[str]:
             resource.setrlimit(limit, (value, value))
             in_force += [name] if name else []
     return in_force
-
-
-def _address_space() -> int:
-    """Bytes of address space in use; 0 if the system does not report it. Large libraries reserve more than they use."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as stream:
-            return int(stream.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return 0
-
-
-def _no_network_namespace() -> bool:
-    """Move into an empty network namespace. Containers often forbid it."""
-    try:
-        return ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_NET) == 0
-    except (OSError, AttributeError):
-        return False
 
 
 def _landlock() -> tuple[bool, bool]:

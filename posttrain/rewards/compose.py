@@ -154,7 +154,9 @@ class Rewards(ExitStack):
     ) -> Callable[[], Iterable[Grade]]:
         if isinstance(term, JudgeReward):
             judge = self._judges[term_name(term)]
-            started = judge.start([_judge_input(term, completion) for completion in completions])
+            texts = [_scored_text(one, term.strip_thinking) for one in completions]
+            pairs = zip(completions, texts, strict=True)
+            started = judge.start([JudgeInput(one.prompt, text, one.answer) for one, text in pairs])
             return lambda: judge.finish(started)
         assert self._pool is not None  # there is a rule
         pool, rule, options = self._pool, RULES[term.type], options_of(term.type, self._tags)
@@ -242,7 +244,7 @@ def _function(
             model, strip = LearnedReward(term.path, devices, max_completion_length, date), term.strip_thinking
             return lambda completions: model(
                 [c.prompt for c in completions],
-                [_reply(c) if strip else c.text for c in completions],
+                [_scored_text(c, strip) for c in completions],
                 [c.truncated for c in completions],
                 [c.tokens for c in completions] if sampled_ids else None,
             )
@@ -262,15 +264,11 @@ def _function(
             ]
 
 
-def _reply(completion: RewardInput) -> str:
-    """The string after the thinking; empty if the thinking has not ended."""
-    whole = THINK + completion.text if completion.thinking else completion.text
-    return after_thinking(whole).lstrip()
-
-
-def _judge_input(term: JudgeReward, completion: RewardInput) -> JudgeInput:
-    text = _reply(completion) if term.strip_thinking else completion.text
-    return JudgeInput(completion.prompt, text, completion.answer)
+def _scored_text(completion: RewardInput, strip_thinking: bool) -> str:
+    """The completion; with `strip_thinking`, the string after the thinking, empty if the thinking has not ended."""
+    if not strip_thinking:
+        return completion.text
+    return after_thinking(THINK + completion.text if completion.thinking else completion.text).lstrip()
 
 
 def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from itertools import chain
@@ -19,6 +19,7 @@ from posttrain.data.readers import Record, read_files, type_name
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, GradeRequest
+from posttrain.rewards.parts import CLASSES
 from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.runs.files import ready_to_write, save_rows
@@ -145,19 +146,14 @@ def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console
     for verdict in (*VERDICTS, *("not_applicable",) * ("not_applicable" in counts)):
         table.add_row(verdict, str(counts[verdict]), f"{counts[verdict] / len(grades):.1%}")
     console.print(table)
-    for line in _statistics(grades):
-        console.print(line)
-    if unread:
-        console.print(f"{counted(unread, 'row')} could not be read: see their `error` field")
-
-
-def _statistics(grades: Sequence[Grade]) -> Iterator[str]:
     scores = [grade.score for grade in grades if grade.score is not None]
     if scores:
-        yield f"mean score {sum(scores) / len(scores):.4f} over {len(scores)} with a verdict"
+        console.print(f"mean score {sum(scores) / len(scores):.4f} over {len(scores)} with a verdict")
     seconds = sorted(grade.seconds for grade in grades)
     if seconds[-1] > 0:
-        yield f"seconds per completion: median {seconds[len(seconds) // 2]:.4f}, slowest {seconds[-1]:.2f}"
+        console.print(f"seconds per completion: median {seconds[len(seconds) // 2]:.4f}, slowest {seconds[-1]:.2f}")
     classes = Counter(grade.format_and_answer for grade in grades if grade.parts)
     if classes:
-        yield "format and answer, " + ", ".join(f"{name}: {classes[name]}" for name in ("00", "01", "10", "11"))
+        console.print("format and answer, " + ", ".join(f"{name}: {classes[name]}" for name in CLASSES))
+    if unread:
+        console.print(f"{counted(unread, 'row')} could not be read: see their `error` field")

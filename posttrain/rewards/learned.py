@@ -62,13 +62,8 @@ class LearnedReward:
         Raises RewardError if a completion is too long or its reward is not finite."""
         encoded = self._encode(prompts, completions, truncated, sampled)
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
-        scored = of_sequences(
-            [_example(item) for item in encoded],
-            lambda packed: self._scorer(packed).tolist(),
-            self._device,
-            budget,
-            True,
-        )
+        examples = list(map(_example, encoded))
+        scored = of_sequences(examples, lambda packed: self._scorer(packed).tolist(), self._device, budget, True)
         rewards = [value for [value] in scored]
         for index, value in enumerate(rewards):
             if not math.isfinite(value):

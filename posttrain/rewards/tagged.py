@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from posttrain.grading.extract import first_number
 from posttrain.grading.numbers import Number, read_number
-from posttrain.grading.verdict import BadGold, Judgement, Rule
+from posttrain.grading.verdict import BadGold, Judgement, Rule, check_text
 
 Tags = Mapping[str, str]  # the fields of TagsConfig
 
@@ -95,13 +95,8 @@ def needs_no_gold(gold: str | None, tags: Tags) -> None:
     """Accept every row: format rewards do not need an answer."""
 
 
-def check_text(gold: str | None, tags: Tags) -> None:
-    if not isinstance(gold, str) or not gold.strip():
-        raise BadGold("there is no answer to compare with")
-
-
 def check_number(gold: str | None, tags: Tags) -> None:
-    check_text(gold, tags)
+    check_text(gold)
     if gold is None or read_number(gold) is None:
         raise BadGold(f"the answer is not a number: {gold!r:.60}")
 

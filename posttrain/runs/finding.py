@@ -6,7 +6,7 @@ Reads no more of a run than this requires.
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -47,32 +47,26 @@ def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
     """The bytes and the time of run.json for each run folder, in one pass over all files. Links are not followed;
     snapshots and folders that cannot be read or are removed meanwhile are skipped."""
     runs: dict[str, tuple[int, float]] = {}
-    _measure(os.fspath(output_dir), 0, runs)
-    return runs
 
-
-def _measure(folder: str, depth: int, runs: dict[str, tuple[int, float]]) -> int:
-    """The bytes below a folder; the runs in it, down to LEVELS, are added to `runs`."""
-    size, changed = 0, None
-    try:
-        with os.scandir(folder) as entries:
+    def measure(folder: str, depth: int) -> int:
+        """The bytes below a folder; the runs in it, down to LEVELS, are added to `runs`."""
+        size, changed = 0, None
+        with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    if entry.name != SNAPSHOTS:
-                        size += _measure(entry.path, depth + 1, runs)
+                    size += measure(entry.path, depth + 1) if entry.name != SNAPSHOTS else 0
                     continue
-                try:
+                with suppress(OSError):
                     facts = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue
-                size += facts.st_size
-                if entry.name == RUN_FILE and entry.is_file(follow_symlinks=False):
-                    changed = facts.st_mtime
-    except OSError:
+                    size += facts.st_size
+                    if entry.name == RUN_FILE and entry.is_file(follow_symlinks=False):
+                        changed = facts.st_mtime
+            if changed is not None and depth <= LEVELS:
+                runs[folder] = size, changed
         return size
-    if changed is not None and depth <= LEVELS:
-        runs[folder] = size, changed
-    return size
+
+    measure(os.fspath(output_dir), 0)
+    return runs
 
 
 def links_in(folder: Path) -> list[str]:

@@ -192,7 +192,11 @@ class RolloutStore:
 
     def _make_room(self, connection: sqlite3.Connection, newest: int) -> None:
         """Delete the oldest steps while the file exceeds its limit; the newest step is always kept."""
-        while _used(connection) > self.max_bytes:
+
+        def number(name: str) -> int:
+            return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+        while number("page_size") * (number("page_count") - number("freelist_count")) > self.max_bytes:
             oldest = connection.execute("SELECT MIN(step) FROM prompts").fetchone()[0]
             if oldest is None or oldest >= newest:
                 return
@@ -255,10 +259,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
     connection.execute("PRAGMA synchronous = FULL")
     return connection
-
-
-def _used(connection: sqlite3.Connection) -> int:
-    size, pages, free = (
-        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
-    )
-    return size * (pages - free)

@@ -42,8 +42,6 @@ REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "font-src data:"
 )
-
-
 # Path -> the function that renders the page, the seconds between refreshes, and the actions of its buttons by name.
 PAGES: dict[str, tuple[Render, int, dict[str, Act]]] = {
     "/": (runs_page, 3, {"clear": clear}),

@@ -343,5 +343,4 @@ def without_reply(history: History | None) -> History:
 
 
 def taken_back(history: History | None) -> History:
-    turns = without_reply(history)
-    return turns[:-1] if turns else turns
+    return without_reply(history)[:-1]

@@ -74,8 +74,7 @@ def _required(viewer: Viewer, query: Query) -> str:
 def _settings(viewer: Viewer, query: Query) -> tuple[Markup, str] | None:
     """The page's title, and the text of the settings of a run in the folder or of those in the address. Raises
     ConfigError if they cannot be read."""
-    name = query.one("run")
-    if name:
+    if name := query.one("run"):
         run = viewer.runs.find(name)
         if run is None:
             return None

@@ -125,9 +125,8 @@ def _turns(completion: CompletionReceipt, query: Query) -> Markup:
         place = link(f"turn {number_of}", query.but(PATH, token=turn.start)) if turn.stop > turn.start else "turn"
         facts = [counted(turn.stop - turn.start, "token")]
         if turn.author == "model":
-            facts += [f"advantage {signed(advantage)}"] + (
-                [] if turn.reward is None else [f"reward {number(turn.reward)}"]
-            )
+            facts.append(f"advantage {signed(advantage)}")
+            facts += [] if turn.reward is None else [f"reward {number(turn.reward)}"]
         bar = share_bar(push, completion.push, most) if turn.author == "model" and completion.push else None
         shown.append(said(turn, place, " · ".join(facts), bar))
     return el("section", el("h3", "Turns"), *shown, class_="turns")

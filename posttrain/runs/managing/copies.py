@@ -201,7 +201,6 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool) -> Iterator[int]:
     """Add a path under a name; folders with their content, sorted by name. Yields the bytes of each file."""
-
     outside = path.is_symlink() and path.name == BASE and _is_model_beside(path.resolve(), root)
     if path.is_symlink() and not outside:
         archive.add(path, name, recursive=False, filter=_without_owner)

@@ -69,11 +69,9 @@ def differences(one: Path, other: Path) -> dict[str, tuple[list[Differing], int]
     settings = [flat(RunSummary(run).config, lists=True) for run in (one, other)]
     versions = [_versions(run) for run in (one, other)]
     metrics = [latest_metrics(run) for run in (one, other)]
-    for values in settings:
-        for name in ("name", "output_dir"):
+    for values in (*settings, *metrics):
+        for name in ("name", "output_dir", "time"):
             values.pop(name, None)
-    for values in metrics:
-        values.pop("time", None)
     compared = {}
     for kind, both in {"settings": settings, "versions": versions, "metrics": metrics}.items():
         differing = _differing(*both)

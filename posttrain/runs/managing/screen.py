@@ -33,8 +33,6 @@ from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
 HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip()
-
-
 Result = TypeVar("Result")
 
 
