@@ -144,10 +144,6 @@ class Pack:
         index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
         return (index_T <= self.last_S[:, None]) & (self.last_S[:, None] < self.end_T)
 
-    def paths(self) -> list[Tensor]:
-        """Return the physical tokens of each sequence, from root to leaf."""
-        return [torch.nonzero(seen_T).squeeze(1) for seen_T in self.seen_ST()]
-
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return the tensor on `device`. It is sent to a GPU by an asynchronous copy from page-locked memory."""

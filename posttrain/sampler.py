@@ -6,7 +6,7 @@ rollout = sample(step, prompts, n)      n completions of each prompt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
@@ -44,6 +44,7 @@ def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, 
     )
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples and rewards completions. `seed` is the seed of the run.
 
@@ -54,25 +55,21 @@ class Sampler:
     `episodes`, completions have several turns. `state_at`: what reward functions see of training after a step.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        rewards: Rewards,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: RolloutConfig,
-        *,
-        stop_token_ids: tuple[int, ...],
-        seed: int,
-        keeps: bool = True,
-        ranks: Ranks = ALONE,
-        continues: bool = True,
-        episodes: Episodes | None = None,
-        state_at: Callable[[int], TrainerState] = TrainerState,
-    ):
-        self.episodes, self.state_at = episodes, state_at
-        self.keeps, self.ranks, self.continues = keeps, ranks, continues
-        self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
-        self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
+    engine: Engine
+    rewards: Rewards
+    tokenizer: PreTrainedTokenizerBase
+    settings: RolloutConfig
+    _: KW_ONLY
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    keeps: bool = True
+    ranks: Ranks = ALONE
+    continues: bool = True
+    episodes: Episodes | None = None
+    state_at: Callable[[int], TrainerState] = TrainerState
+
+    def __post_init__(self) -> None:
+        self.sampling = sampling_of(self.settings, 1, self.stop_token_ids, self.seed)
         self.evaluation: Mapping[str, Sampler] = {}
 
     @property

@@ -56,7 +56,7 @@ def test_a_pack_is_its_sequences(examples, keep_last, pad):
         assert len(p.tokens_T) - p.num_tokens == (-p.num_tokens % 7 if pad else 0)
         scored = p.length_S.tolist()
         offset = 0
-        for s, path in enumerate(p.paths()):
+        for s, path in enumerate(seen.nonzero().squeeze(1) for seen in p.seen_ST()):
             assert p.position_T[path].tolist() == list(range(len(path)))
             chosen = slice(offset, offset + scored[s])
             assert (p.sequence_N[chosen] == s).all()
@@ -84,7 +84,7 @@ def test_visibility_is_ancestry(examples):
             seen = torch.nonzero(visible[q]).squeeze(1)
             assert p.position_T[seen].tolist() == list(range(int(p.position_T[q]) + 1))
         want = torch.zeros_like(visible)
-        for path in p.paths():
+        for path in (seen.nonzero().squeeze(1) for seen in p.seen_ST()):
             for i, q in enumerate(path):
                 want[q, path[: i + 1]] = True
         used = want.any(1)  # a token below which every leaf kept nothing is on a path too, since leaves end at it

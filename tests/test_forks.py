@@ -303,7 +303,7 @@ def test_what_a_fork_leaves_out_of_the_prompt_is_context_of_the_first_branch():
     assert [*prompt.trees[0].tokens] == [1, 2] and own.tokens == [3, 4, 40, 41, 7, 8, 9, 50]
     assert own.episode.paths() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     [part] = rollout.parts([0], packs_of, 100)
-    assert [part.pack.tokens_T[path].tolist() for path in part.pack.paths()] == [[1, 2, 7, 8, 9]]
+    assert [part.pack.tokens_T[seen].tolist() for seen in part.pack.seen_ST()] == [[1, 2, 7, 8, 9]]
     assert part.pack.target_N.tolist() == [40, 41, 50]
 
 

@@ -153,7 +153,14 @@ class Recordings:
 
     def check(self, policy: nn.Module) -> None:
         """Discard all graphs if weights have moved in memory or different adapters are active."""
-        facts = recorded_with(policy)
+        tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
+        modules: Iterator[Any] = policy.modules()
+        adapters = [
+            (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
+            for module in modules
+            if hasattr(module, "merged_adapters") and hasattr(module, "scaling")
+        ]
+        facts = tensors, adapters
         if facts != self._recorded_with:
             self.graphs.clear()
         self._recorded_with = facts
@@ -165,18 +172,6 @@ class Recordings:
     @property
     def pool(self):
         return next((graph.pool() for graph in self.graphs.values()), None)
-
-
-def recorded_with(policy: nn.Module) -> tuple[object, ...]:
-    """Return what a graph depends on besides the policy's architecture: addresses of weights, and active adapters."""
-    tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
-    modules: Iterator[Any] = policy.modules()
-    adapters = [
-        (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
-        for module in modules
-        if hasattr(module, "merged_adapters") and hasattr(module, "scaling")
-    ]
-    return (*tensors, *adapters)
 
 
 class StaticStepper(Stepper):

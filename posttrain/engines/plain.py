@@ -15,7 +15,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -82,7 +81,7 @@ class TransformersEngine(Engine):
                 max_new_tokens=max(max(request.limits) for request in requests), do_sample=False, pad_token_id=0
             ),
             logits_processor=LogitsProcessorList([sampler]),
-            stopping_criteria=StoppingCriteriaList([_Done(sampler)]),
+            stopping_criteria=StoppingCriteriaList([lambda *_, **_unused: sampler.done_B]),
         )
         rows = sampler.completions(self.version)
         return [rows[start : start + n] for start in range(0, len(rows), n)]
@@ -143,14 +142,6 @@ class _Sampler(LogitsProcessor):
             reason = "stop" if self.stopped_B[row] else "length"
             completions.append(Completion(tokens[row][:count], logprobs[row, :count].tolist(), reason, version))
         return completions
-
-
-class _Done(StoppingCriteria):
-    def __init__(self, sampler: _Sampler):
-        self.sampler = sampler
-
-    def __call__(self, input_ids, scores, **_unused) -> torch.BoolTensor:
-        return self.sampler.done_B  # pyright: ignore
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ from posttrain.models.attention import How
 from posttrain.models.families import backbone_of, base_of
 
 WAIT_S = 0.05  # seconds of a wait for tools, so that Ctrl-C is handled in between
+KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
+KEPT_SHARE = 4  # of a part of the cache's tokens: the keys of ended conversations, kept for branches that begin soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,6 @@ class Turn:
 
 
 Follow = Callable[[int, Completion], "Future[Turn | None] | None"]  # index of a conversation, reply
-
-
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (K, L, d) by layer
 
 
@@ -102,10 +102,6 @@ class Resuming:
         return torch.cat(outs, 1)[None].to(query.dtype)
 
 
-KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
-KEPT_SHARE = 4  # of a part of the cache's tokens: the keys of ended conversations, kept for branches that begin soon
-
-
 class Conversing(Generation):
     """A generation whose completions are replies of conversations, each a group of its own."""
 
@@ -147,16 +143,13 @@ class Conversing(Generation):
             if turn is not None:
                 trunk = None if turn.branches_from is None else self.trunks.get(turn.branches_from)
                 if trunk is not None and trunk.tokens[: len(turn.tokens)] == [*turn.tokens]:
-                    past, turn = self._branch(past.index, trunk, turn)
+                    # The keys and values of the trunk for all but the prompt's last token, and nothing to add.
+                    past = replace(trunk.until(len(turn.tokens)), index=past.index)
+                    turn = replace(turn, tokens=())
                 past = past.until(turn.keep)
                 group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
                 self.pasts[group] = past
                 self.waiting.append(group)
-
-    @staticmethod
-    def _branch(index: int, trunk: Past, turn: Turn) -> tuple[Past, Turn]:
-        """A branch with the keys and values of its trunk for all but its last token, and nothing to add."""
-        return replace(trunk.until(len(turn.tokens)), index=index), replace(turn, tokens=())
 
     def _request(self, past: Past, turn: Turn) -> Request:
         """The request of the next reply. Raises DataError for one that the room does not hold."""

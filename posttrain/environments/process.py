@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from transformers.utils import get_json_schema
 
@@ -130,7 +130,7 @@ class EpisodeProcess:
         return reply
 
 
-class Environments:
+class Environments(contextlib.AbstractContextManager["Environments"]):
     """The environments of a run, by name; without any, tools alone are the environment None.
 
     Raises RewardError, before the first episode, for a class or a tool that does not work.
@@ -256,9 +256,6 @@ class Environments:
         for process in [*self._live]:
             process.end()
         self._deadlines.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

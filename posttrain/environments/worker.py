@@ -85,14 +85,12 @@ class Episode:
         elif request["contract"] == "tools" and self.environment is not None:
             names = (name for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction))
             functions += [getattr(self.environment, n) for n in names if n not in NOT_TOOLS and not n.startswith("_")]
-        for function in functions:
-            if function.__name__ in self.tools:
-                raise TypeError(f"two tools are called {function.__name__}")
-            self.tools[function.__name__] = function
-        for name in (schema["function"]["name"] for schema in served):
+        tools = [(function.__name__, function) for function in functions]
+        tools += [(name, partial(self._served, name)) for name in (schema["function"]["name"] for schema in served)]
+        for name, tool in tools:
             if name in self.tools:
                 raise TypeError(f"two tools are called {name}")
-            self.tools[name] = partial(self._served, name)
+            self.tools[name] = tool
         return {
             "name": type(self.environment).__name__,
             "tools": list(self.tools),

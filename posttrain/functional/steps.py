@@ -6,7 +6,7 @@ Elements outside a mask may have any value, including NaN and −∞.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 REWARDS = ("reward", "format_reward", "answer_reward")
 PATIENT_S = 5 * DEADLINE_S  # the deadline of one comparison with `fast=False`
 Truth = str | int | float | Sequence[str | int | float]
-Value = TypeVar("Value")
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -243,20 +242,20 @@ def compute_policy_gradient_loss(
     See `compute_naive_policy_gradient_loss` and `compute_grpo_clip_loss`. Metadata is as in the latter, or empty.
     Raises ValueError for an unknown name, and if an argument that the loss needs is None.
     """
-    if loss_type == "no_baseline":
-        rewards = _needed(raw_rewards, "raw_rewards", loss_type)
-        return compute_naive_policy_gradient_loss(rewards, policy_log_probs), {}
-    if loss_type == "reinforce_with_baseline":
-        advantages = _needed(advantages, "advantages", loss_type)
-        return compute_naive_policy_gradient_loss(advantages, policy_log_probs), {}
+    needed: dict[str, dict[str, Any]] = {
+        "no_baseline": {"raw_rewards": raw_rewards},
+        "reinforce_with_baseline": {"advantages": advantages},
+        "grpo_clip": {"advantages": advantages, "old_log_probs": old_log_probs, "cliprange": cliprange},
+    }
+    if loss_type not in needed:
+        raise ValueError(f"unknown loss_type {loss_type!r}: it is one of {', '.join(needed)}")
+    given = needed[loss_type]
+    if lacking := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"loss_type {loss_type} needs {lacking[0]}")
     if loss_type == "grpo_clip":
-        return compute_grpo_clip_loss(
-            _needed(advantages, "advantages", loss_type),
-            policy_log_probs,
-            _needed(old_log_probs, "old_log_probs", loss_type),
-            _needed(cliprange, "cliprange", loss_type),
-        )
-    raise ValueError(f"unknown loss_type {loss_type!r}: it is one of {', '.join(get_args(LossType))}")
+        return compute_grpo_clip_loss(policy_log_probs=policy_log_probs, **given)
+    [weight] = given.values()
+    return compute_naive_policy_gradient_loss(weight, policy_log_probs), {}
 
 
 def grpo_microbatch_train_step(
@@ -309,9 +308,3 @@ def _each_token(value: Tensor, policy_log_probs: Tensor) -> Tensor:
             f"{list(value.shape)} and {list(policy_log_probs.shape)}"
         )
     return value.detach().expand_as(policy_log_probs)
-
-
-def _needed(value: Value | None, name: str, loss_type: str) -> Value:
-    if value is None:
-        raise ValueError(f"loss_type {loss_type} needs {name}")
-    return value

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from posttrain.base.errors import ConfigError, ModelError
+from posttrain.base.errors import ModelError
 from posttrain.base.log import log
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of
@@ -109,20 +109,6 @@ def _routers(base: PreTrainedModel) -> list[tuple[nn.Module, int]]:
         for name, module in base.named_modules()
         if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
     ]
-
-
-def router_coefficient(config: PreTrainedConfig, setting: float | None) -> float:
-    """Return the weight of the routers' load-balancing loss: the setting, or by default the value in the model's
-    config. Raises ConfigError if it is set for a model without experts."""
-    text = config.get_text_config()
-    is_mixture = hasattr(text, "output_router_logits")
-    if setting and not is_mixture:
-        raise ConfigError(
-            f"method.router_aux_loss_coef is {setting}, but {config.model_type} is not a mixture of experts whose "
-            "router logits transformers returns: leave it out"
-        )
-    default = getattr(text, "router_aux_loss_coef", None) if is_mixture else None
-    return (default or 0.0) if setting is None else setting
 
 
 class RouterLoad:

@@ -363,13 +363,10 @@ def adapter_stops(path: str) -> list[int]:
     """Return the stop tokens in an adapter's generation_config.json, if any. Raises ModelError if it is invalid."""
     file = Path(path) / "generation_config.json"
     config = read_json(file, path) if file.is_file() else {}
-    value = config.get("eos_token_id") if isinstance(config, dict) else [config]
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(id) is int and id >= 0 for id in ids):
-        raise ModelError(
-            f"model {path}: {file.name} gives eos_token_id: {str(value)[:40]}; it must be a token id or a list of them"
-        )
-    return ids
+    config = config if isinstance(config, dict) else {"eos_token_id": [config]}
+    _check_fields(config, path, file.name, {"eos_token_id": (_each(conint(ge=0)), _IDS[1])})
+    value = config.get("eos_token_id")
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def check_adapter_weights(path: str, revision: str | None, allow_pickle: bool) -> None:

@@ -115,7 +115,10 @@ class Recorder:
         self._open = dict[str, Open]()
         # Of each prompt with its facts: its index, and the number of its completions.
         self._stored = dict[tuple[Any, ...], tuple[int, int]]()
-        self.step = 1 + _last_step(folder)
+        self.step = 1
+        if (folder / NAME).is_file():
+            with StoredRun(folder) as stored:
+                self.step += max(stored.steps(), default=0)
         self._store = RolloutStore(folder, MOST_GB * GIB, self.step)
         self._resources.callback(self._store.close)
 
@@ -285,10 +288,3 @@ def _plain(value: Any) -> Any:
 
 def _is_reply(key: str) -> bool:
     return json.loads(key)[0] == "assistant"
-
-
-def _last_step(folder: Path) -> int:
-    if not (folder / NAME).is_file():
-        return 0
-    with StoredRun(folder) as stored:
-        return max(stored.steps(), default=0)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.codec import Codec
 from posttrain.engines import Completion, text_of
-from posttrain.engines.live import Ended, Event, Failed, Job, Token
+from posttrain.engines.live import Ended, Event, Failed, Job
 from posttrain.serving.host import TokenScore
 from posttrain.serving.texts import Report, ReportedToken, Streamed, TokenText, cut
 from posttrain.serving.wire import Json
@@ -126,21 +126,19 @@ class Replies:
                 reports[index] = Report(self.tokenizer, prompt)
                 if self.form.chat:
                     yield chunk(index, "", None, None, begin=True)
-            if isinstance(event, Token) and self.codec is not None:
-                continue  # whether it belongs to a call is known at the end
-            if self.codec is not None and isinstance(event, Ended):
+            if isinstance(event, Ended):
                 sampled += len(event.completion.tokens)
-                yield {**head, "choices": [await asyncio.to_thread(self._in_one_chunk, index, event)], **extra}
-            elif isinstance(event, Token):
+                if self.codec is None:
+                    yield chunk(index, texts[index].end(), None, event.completion.finish_reason)
+                else:
+                    yield {**head, "choices": [await asyncio.to_thread(self._in_one_chunk, index, event)], **extra}
+            elif self.codec is None:  # otherwise, whether a token belongs to a call is known at the end
                 text, logprobs = texts[index].add(event.token), None
                 if self.form.alternatives is not None:
                     token = reports[index].add(event.token, event.logprob, event.alternatives)
                     logprobs = self._logprobs([replace(token, offset=texts[index].clipped(token.offset))])
                 if text or logprobs:
                     yield chunk(index, text, logprobs, None)
-            else:
-                sampled += len(event.completion.tokens)
-                yield chunk(index, texts[index].end(), None, event.completion.finish_reason)
         if include_usage:
             yield {**head, "choices": [], "usage": usage([job.tokens for job in self.jobs], sampled)}
 

@@ -137,15 +137,14 @@ class Streamed:
         if self._stopped:
             return ""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        sent = cut(text, self._stops)
+        if sent != text:
             self._stopped, self._held = True, ""
-            text = text[: min(found)]
         else:
             held = max((_overlap(text, stop) for stop in self._stops), default=0)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
-        self.sent += len(text)
-        return text
+            sent, self._held = text[: len(text) - held], text[len(text) - held :]
+        self.sent += len(sent)
+        return sent
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -15,6 +15,7 @@ from posttrain.base.log import log
 from posttrain.batch import Example, Pack, sequences
 from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.online import RewardedMethod
+from posttrain.engines.embedded import evaluating
 from posttrain.losses.policy import sampling_weights
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
@@ -103,7 +104,6 @@ def check_packing(
     laid = pack_of(few)[0]
     pack = laid.to(next(scorer.parameters()).device)
     base = base_of(scorer.model)
-    modes = {module: module.training for module in scorer.modules()}
     implementation = base.config._attn_implementation or "eager"
     last = pack.num_sequences - 1
     ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last test attention between examples
@@ -116,17 +116,14 @@ def check_packing(
         logits = base(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
         return logits.log_softmax(-1).gather(1, ids_L[1:, None]).squeeze(1)[trained_L[1:]]
 
-    scorer.eval()
     try:
-        with whole(scorer):
+        with evaluating(scorer), whole(scorer):
             got = scorer(pack)[:, None] if rewards else scorer(pack).logprob_N.split(laid.length_S.tolist())
             types = {p.dtype for p in scorer.parameters()}
             base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
             difference_N = torch.cat([(got[sequence] - plain(sequence)).abs() for sequence in ends])
     finally:
         base.set_attn_implementation(implementation)
-        for module, mode in modes.items():
-            module.training = mode
     what, unit = ("a reward", "") if rewards else ("a log-probability", "nats")
     problem = (
         f"packed = unpacked fails: {what} of the first batch {{}} from plain transformers. The attention of "

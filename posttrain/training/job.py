@@ -27,7 +27,6 @@ from posttrain.engines.protocol import stop_token_ids
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
-from posttrain.models.experts import router_coefficient
 from posttrain.models.families import LEARNED_POSITIONS, base_of, check_positions, positions_of, set_eos_token_ids
 from posttrain.models.lean import enable_gradient_checkpointing
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
@@ -163,7 +162,7 @@ class Job:
 
     def distribute(self, model: nn.Module) -> None:
         """Shard a loaded model over the ranks if the settings require it."""
-        if not self.is_sharded:
+        if not self.ranks.in_step:
             return
         if getattr(base_of(model).config, "quantization_config", None) is not None:
             raise ModelError(
@@ -177,14 +176,10 @@ class Job:
         """Whether the chat template's end of turn is a stop token; false for runs started by earlier versions."""
         return self.config.behavior_version >= 2
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.ranks.in_step
-
     def _whole(self, head: Head) -> PreTrainedModel:
         source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
         try:
-            return load_model(source, head, torch.float32, self.device, stay=self.offloads() or self.is_sharded)
+            return load_model(source, head, torch.float32, self.device, stay=self.offloads() or self.ranks.in_step)
         except WeightsError as error:
             if self.checkpoint is None:
                 raise
@@ -193,7 +188,7 @@ class Job:
     def _adapted(self, lora: LoraConfig, head: Head) -> nn.Module:
         continued = continues(self.config, self.model)
         source = self._base(head, continued)
-        base = load_model(source, head, self.dtype, self.device, stay=self.is_sharded)
+        base = load_model(source, head, self.dtype, self.device, stay=self.ranks.in_step)
         if self.checkpoint is not None:
             adapted = load_lora(base, self.checkpoint)
             if continued:
@@ -262,7 +257,7 @@ class Job:
         }
         if kind := {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer):
             return kind(policy, self.dtype, **settings)
-        if self.is_sharded:
+        if self.ranks.in_step:
             return ShardedAdamW(policy, self.dtype, ranks=self.ranks, **settings)
         if self.offloads():
             return AdamWCPUOffload(policy, self.dtype, device=self.device, **settings)
@@ -298,11 +293,18 @@ class Job:
 
 
 def router_weight(config: RunConfig, model: ModelConfig) -> float:
-    """The weight of the routers' load-balancing loss for a model in a run; 0: no such loss."""
-    setting = config.method.router_aux_loss_coef
-    if setting is None and config.behavior_version < 2:
-        setting = 0.0
-    return router_coefficient(load_config(model), setting)
+    """The weight of the routers' load-balancing loss for a model in a run, by default that of its config.json; 0: no
+    such loss. Raises ConfigError if it is set for a model without experts."""
+    setting, shape = config.method.router_aux_loss_coef, load_config(model)
+    text = shape.get_text_config()
+    is_mixture = hasattr(text, "output_router_logits")
+    if setting and not is_mixture:
+        raise ConfigError(
+            f"method.router_aux_loss_coef is {setting}, but {shape.model_type} is not a mixture of experts whose "
+            "router logits transformers returns: leave it out"
+        )
+    default = getattr(text, "router_aux_loss_coef", None) if is_mixture and config.behavior_version >= 2 else None
+    return (default or 0.0) if setting is None else setting
 
 
 def refuse_sharded(config: RunConfig) -> None:

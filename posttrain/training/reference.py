@@ -127,7 +127,7 @@ class TokenReference:
         # A mixture in bfloat16 would lose changes below its resolution, so the exact weights are in CPU memory.
         self.weights = {n: p if p.dtype == torch.float32 else p.to("cpu", torch.float32) for n, p in theirs.items()}
         if job.checkpoint is not None:
-            index, size = (job.ranks.index, job.ranks.size) if job.is_sharded else (0, 1)
+            index, size = (job.ranks.index, job.ranks.size) if job.ranks.in_step else (0, 1)
             saved = load_parts(job.checkpoint, self.FILE, lambda name, rows: own_rows(index, size, rows))
             for name, weight in self.weights.items():
                 weight.copy_(saved[name])
@@ -178,7 +178,7 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
 def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
     """Another model, or a copy of the policy before training, without gradients."""
     settings = reference_settings(job.model, path)
-    model = load_model(settings, "lm", job.dtype, job.device, stay=job.is_sharded).requires_grad_(False)
+    model = load_model(settings, "lm", job.dtype, job.device, stay=job.ranks.in_step).requires_grad_(False)
     job.distribute(model)
     return model
 

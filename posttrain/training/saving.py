@@ -41,6 +41,9 @@ from posttrain.training.state import Saved, State
 
 log = logging.getLogger("posttrain")
 
+OPTIMIZER = "optimizer"  # file name without suffix, or the prefix of each rank's file name
+Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
+Batch = TypeVar("Batch")
 PATIENCE_S = 3.0  # how long a step may run after a signal; schedulers kill 10 s after SIGTERM at the earliest
 
 
@@ -116,11 +119,6 @@ class Stop:
     def _raise_again(self, error: BaseException) -> None:
         if self._may_give_up or not isinstance(error, GivenUpError):  # otherwise the `giving_up` block has ended
             raise error
-
-
-OPTIMIZER = "optimizer"  # file name without suffix, or the prefix of each rank's file name
-Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
-Batch = TypeVar("Batch")
 
 
 class Boundary:

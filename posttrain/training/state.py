@@ -20,6 +20,8 @@ from posttrain.runs.inputs import recorded
 from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 
+CHANGEABLE = table_beside(__file__, "changeable.yaml")  # the settings that a resumed run may change
+
 
 @dataclass(slots=True)
 class State:
@@ -106,9 +108,6 @@ def problems_of(checkpoint: Path) -> list[str]:
     except DamagedError as error:
         return [str(error)]
     return [] if (checkpoint / "config.yaml").is_file() else ["config.yaml: missing"]
-
-
-CHANGEABLE = table_beside(__file__, "changeable.yaml")  # the settings that a resumed run may change
 
 
 def run_folder_of(path: Path) -> Path:
