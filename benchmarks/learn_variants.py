@@ -82,10 +82,7 @@ CASES = {
     "grpo": _updates("GRPO", None),
     **{
         loss: _updates(f"`{loss}`", loss_type=loss)
-        for loss in (
-            *("dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo"),
-            *("no_baseline", "reinforce_with_baseline", "grpo_clip"),
-        )
+        for loss in ("dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "grpo_clip")
     },
     "delta": _updates("`delta: 2`", delta=2.0),
     "top_entropy_quantile": _updates("`top_entropy_quantile: 0.2`", top_entropy_quantile=0.2),
