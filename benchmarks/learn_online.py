@@ -27,7 +27,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -404,16 +404,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="models trained at a time")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    trials: list[Trial] = []
+    todo, seconds = [*itertools.product(arguments.cases, arguments.seeds)], {t.name: t.seconds for t in kept([])}
     with TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
-        running = [
-            pool.submit(trial, Path(folder) / name / str(seed), name, seed)
-            for name in arguments.cases
-            for seed in arguments.seeds
-        ]
-        for done in running:
-            trials.append(done.result())
-            print(trials[-1], flush=True)
+        running = {
+            (name, seed): pool.submit(trial, Path(folder) / name / str(seed), name, seed)
+            for name, seed in sorted(todo, key=lambda one: -seconds.get(one[0], 0))  # the longest first
+        }
+        for done in as_completed(running.values()):
+            print(done.result(), flush=True)
+        trials = [running[one].result() for one in todo]
     print(f"{len(trials)} trained models in {time.perf_counter() - began:.0f} s")
     if tuple(arguments.seeds) == SEEDS:
         whole = trials + kept(arguments.cases)
