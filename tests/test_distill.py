@@ -412,6 +412,7 @@ TURNS = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content":
         ({"prompt": "2 + 3?", "completion": "It is {5}."}, "completion"),
         ({"prompt": TURNS[:1], "completion": TURNS[1:]}, "completion"),
         ({"instruction": "2 + 3?", "output": "It is {5}."}, "completion"),
+        ({"instruction": "2 +", "input": "3?", "output": "It is {5}."}, "completion"),
         ({"prompt": "2 + 3?", "hint": "It is {5}."}, "hint"),
         ({"prompt": TURNS[:1], "hint": TURNS[1:]}, "hint"),
     ],
@@ -420,7 +421,24 @@ def test_the_demonstration_is_a_column_or_the_completion_in_every_format(tmp_pat
     method = {"privileged_context": column, "teacher_prompt_template": "Q: {prompt} A: {privileged_context} {x}"}
     system = {"system_prompt": "Add."} if column == "hint" else {}
     text = shown(tmp_path, scratch_model, row, method, **system)
-    assert "Q: 2 + 3? A: It is {5}. {x}" in text and ("Add." in text) == bool(system)
+    assert "Q: 2 + 3? A: It is {5}. {x}" in " ".join(text.split()) and ("Add." in text) == bool(system)
+
+
+def test_a_template_with_fields_of_its_own_shows_the_demonstration(tmp_path, scratch_model):
+    """The template writes an Alpaca row's instruction and input apart, and not the message's content."""
+    row = {"instruction": "Add.", "input": "2 + 3?", "output": "It is {5}."}
+    text = shown(tmp_path, scratch_model, row, {"privileged_context": "completion"}, template="alpaca")
+    assert "### Instruction:\nAdd.\n2 + 3?\n\nIt is {5}." in text
+
+
+def test_teacher_prompts_are_found_for_the_rows_of_every_source(tmp_path, student):
+    """A run has half of a source's rows and holds some out; which half, the teacher's prompts need not know."""
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    sources = [{"source": str(tmp_path / f"{name}.jsonl"), "weight": w} for name, w in (("rows", 0.5), ("more", 1))]
+    data = {"source": sources, "max_length": 96, "validation": {"rows": 3}}
+    rewards = successes(tmp_path, "1.0")
+    folder = train(tmp_path, student, {"privileged_context": "completion"}, data=data, **rewards)
+    assert len(lines(folder)) == 1
 
 
 def test_a_demonstration_is_read_without_a_chat_template_and_with_another_system_prompt(tmp_path, scratch_model):
@@ -449,9 +467,32 @@ def test_a_prompt_that_does_not_end_with_a_user_is_refused(tmp_path, student):
 
 def test_a_demonstration_that_does_not_fit_a_pack_is_refused_before_the_first_step(tmp_path, student):
     rows = [{**row, "completion": "It is so. " * (60 if n == 4 else 1)} for n, row in enumerate(ROWS)]
-    with pytest.raises(DataError, match=r"1 prompt with the teacher's additions .* 10 tokens in 200 .* rows: 4$"):
+    with pytest.raises(DataError, match=r"1 prompt for which the teacher's prompt .* 10 tokens, in 200 .* rows: 4$"):
         train(tmp_path, student, {"privileged_context": "completion"}, "training.tokens_per_pack=200", rows=rows)
     assert not (tmp_path / "run/metrics.jsonl").exists() or not lines(tmp_path / "run")
+
+
+def test_the_datas_completions_must_fit_behind_the_teachers_prompts(tmp_path, student):
+    """A row's completion stands in the teacher's prompt and after it."""
+    rows = [{**row, "completion": "It is so. " * (16 if n == 4 else 1)} for n, row in enumerate(ROWS)]
+    method = {"privileged_context": "completion", "on_policy_fraction": 0.5}
+    with pytest.raises(DataError, match=r"1 prompt for .* no room for the data's completion .* in 120 .* rows: 4$"):
+        train(tmp_path, student, method, "training.tokens_per_pack=120", rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": f"Once there were {n}."} for n in range(12)], "rows of format text have none: give the data a"),
+        (
+            [*ROWS, {"prompt": [*TURNS[:1], {"role": "assistant", "content": "It"}], "completion": "is 5."}],
+            "1 prompt whose last message, which the teacher's replaces, is not the user's: remove these rows: 12$",
+        ),
+    ],
+)
+def test_prompts_without_a_place_for_a_success_are_refused_before_the_first_step(tmp_path, student, rows, message):
+    with pytest.raises(DataError, match=message):
+        train(tmp_path, student, SDPO, rows=rows, **successes(tmp_path, "1.0"))
 
 
 def successes(tmp_path: Path, rule: str) -> dict:
@@ -482,6 +523,7 @@ def test_successful_completions_of_the_same_prompt_teach_the_others(tmp_path, st
     kept = built["self_distillation_mask"].bool().tolist()
     assert any(kept) and not all(kept) and len(asked) == 6
     assert [row["advantages"] is not None for row in rows] == kept
+    assert [row["old_logprobs"] is not None for row in rows] == kept  # others were not scored
     sequences = []
     for index, (prompt, completion) in enumerate(found):
         if kept[index]:
@@ -643,6 +685,7 @@ def test_a_few_log_probabilities_from_a_file_are_learned(tmp_path, student, scra
         (None, "must be an object with the lists logprob_token_ids and logprobs"),
         ({"logprobs": "x"}, "must be an object with the lists"),
         ({"token_ids": [1, 2]}, "but the completion has .*: tokenizer, template or text differ"),
+        ({"token_ids": 5}, "has the token_ids 5, but the completion has"),
         ({"token_ids": None, "logprobs": [[-1.0]]}, "lists of . and 1 tokens, but the completion has"),
         ((1, [], []), "at token 2 must have two lists of the same length"),
         ((1, [1, 2], [-1.0]), "at token 2 must have two lists of the same length"),
@@ -665,6 +708,15 @@ def test_wrong_log_probabilities_are_named_with_file_and_row(tmp_path, student, 
         DataError, match=rf"rows.jsonl line 6 \(row 5\): teacher \(method.teacher_logprobs\) .*{message}"
     ):
         train(tmp_path, student, FILE, rows=rows)
+
+
+def test_a_separate_validation_set_needs_no_log_probabilities(tmp_path, student, scratch_model):
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+    held = {"source": str(tmp_path / "held.jsonl")}
+    data = {"source": str(tmp_path / "rows.jsonl"), "max_length": 96, "validation": held}
+    rows = with_logprobs(student, scratch_model, 2)
+    folder = train(tmp_path, student, FILE, rows=rows, data=data, **successes(tmp_path, "1.0"))
+    assert '"eval_reward": 1.0' in (folder / "metrics.jsonl").read_text()
 
 
 def test_a_token_id_that_the_model_lacks_is_named(tmp_path, student, scratch_model):
@@ -724,7 +776,7 @@ def test_another_tokenizer_is_refused(tmp_path, student, shared):
 def test_rows_without_a_completion_are_refused_where_they_are_needed(tmp_path, student, scratch_model):
     rows = [{"prompt": row["prompt"]} for row in ROWS]
     train(tmp_path / "sampled", student, {"teacher": str(scratch_model)}, rows=rows)
-    with pytest.raises(DataError, match=r"has no completion, which is needed if method.on_policy_fraction is below 1"):
+    with pytest.raises(DataError, match=r"has no completion, whose tokens a teacher scores"):
         train(tmp_path / "given", student, {"teacher": str(scratch_model), "on_policy_fraction": 0.5}, rows=rows)
 
 

@@ -140,7 +140,7 @@ class Prompts(Kind):
             whole = row.prompt is None
             row = last_turn_as_completion(row) if whole else replace(row, rejected=None, rejected_prompt=None)
             if not row.chosen:
-                raise RowError("has no completion, which is needed if method.on_policy_fraction is below 1")
+                raise RowError("has no completion, whose tokens a teacher scores (method.on_policy_fraction)")
         row = replace(row, train_history=False)
         answer = fields.get("answer")
         if row.answer is None and isinstance(answer, str | int | float):  # formats without an answer
@@ -293,7 +293,9 @@ def with_context(prompt: str | Turns, context: str, template: str) -> str | Turn
             f"the teacher's prompt replaces the last message of the user, but the prompt ends with one of the "
             f"{last['role']}: remove such rows, or method.privileged_context and use_successful_as_teacher"
         )
-    return [*before, {**last, "content": filled(template, {"prompt": last["content"], "privileged_context": context})}]
+    content = filled(template, {"prompt": last["content"], "privileged_context": context})
+    kept = {name: value for name, value in last.items() if name not in ("instruction", "input")}  # an Alpaca row's
+    return [*before, kept | {"content": content}]
 
 
 def context_of(row: Row, fields: Fields, column: str) -> str:
@@ -319,7 +321,7 @@ def logprobs_problem(given: Any, tokens: list[int]) -> str | None:
     ids, logprobs, own = (given.get(name) for name in ("logprob_token_ids", "logprobs", "token_ids"))
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         return "must be an object with the lists logprob_token_ids and logprobs, which have a list for each token"
-    if own is not None and list(own) != tokens:
+    if own is not None and own != tokens:
         return f"has the token_ids {own}, but the completion has {tokens}: tokenizer, template or text differ"
     if not len(ids) == len(logprobs) == len(tokens):
         return f"has lists of {len(ids)} and {len(logprobs)} tokens, but the completion has {len(tokens)}, with its end"

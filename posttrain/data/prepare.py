@@ -135,6 +135,8 @@ def teacher_prompts(
     """The tokens of the training prompts as a teacher reads them, with its system prompt and a column of the row, by
     row. A row whose prompt and completion have more than `longest` tokens is missing."""
     update: dict[str, Any] = {"max_prompt_length": None, "max_length": longest, "overlong": "drop", "validation": None}
+    if not isinstance(sources := config.data.source, str):  # all rows of each, of which the run has a part
+        update["source"] = tuple(source.model_copy(update={"weight": 1.0}) for source in sources)
     if method.teacher_system_prompt is not None:
         update["system_prompt"] = method.teacher_system_prompt
     column = method.privileged_context

@@ -151,7 +151,7 @@ class Reader:
     def with_data(self, data: DataConfig) -> Reader:
         """A reader for a set with different settings, which omits the completions of prompts. If the template differs,
         it is set on a copy of the tokenizer."""
-        kind = replace(self.kind, with_completions=False)
+        kind = replace(self.kind, with_completions=False, logprobs=None)
         if (data, kind) == (self.data, self.kind):
             return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)

@@ -84,22 +84,24 @@ def hub() -> Found:
 
     endpoint, by_user = redact(constants.ENDPOINT), constants.HF_HUB_OFFLINE
     stay_offline_without_network()
-    kept = _cached(Path(constants.HF_HUB_CACHE))
     if constants.HF_HUB_OFFLINE:
         why = "offline by HF_HUB_OFFLINE" if by_user else f"{urlsplit(endpoint).hostname} does not resolve"
         remedy = "unset HF_HUB_OFFLINE" if by_user else "connect to the network, or set HF_HUB_OFFLINE=1"
-        return Found(f"{why}: only the local cache, {kept}", "limited", remedy)
+        return Found(f"{why}: only the local cache, {_cached()}", "limited", remedy)
     began = time.monotonic()
     try:
         HfApi().model_info(PROBED, timeout=HUB_S)
     except Exception as error:  # from any HTTP library that the hub's library uses
         why = redact(f"{type(error).__name__}: {error}".splitlines()[0])
-        detail = f"{endpoint} does not answer ({why}); cache: {kept}"
+        detail = f"{endpoint} does not answer ({why}); cache: {_cached()}"
         return Found(detail, "limited", "check the network and HTTPS_PROXY")
     return Found(f"{endpoint} answers in {time.monotonic() - began:.1f} s")
 
 
-def _cached(folder: Path) -> str:
+def _cached() -> str:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     models, sets = (sum(name.startswith(f"{kind}--") for name in names) for kind in ("models", "datasets"))
     return f"{counted(models, 'model')} and {counted(sets, 'data set')}"

@@ -38,7 +38,7 @@ reference_of = Teacher
 def train(job: Job, data: Prepared) -> Loop:
     with online(job, data, reference_of) as run:
         method: DistillMethod = run.models.method
-        run.models.reference.check(data.train.rows)
+        run.models.reference.check(data)
         for number, prompts in run.steps():
             with run.sampling():
                 sampled, others = split_prompts(job.config.seed, number, prompts, method.on_policy_fraction)
@@ -63,7 +63,7 @@ class DistillStep(Step):
         self.prompts = models.reference.taught(rollout, self.successful)
         if method.use_successful_as_teacher:
             has_prompt_S = torch.tensor([prompt is not None for prompt in self.prompts], dtype=torch.bool)
-            self.in_loss_S = self.in_loss_S[has_prompt_S[self.in_loss_S]]
+            self.in_loss_S = self.scored_S = self.in_loss_S[has_prompt_S[self.in_loss_S]]
             self.parts = in_packs(models.job, rollout, self.in_loss_S)
         self.reference_R = torch.zeros_like(self.new_R)
         self.assign(self.parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +237,7 @@ class Teacher:
             self._refuse_other_tokenizer(job, method.teacher)
         is_policy = method.avoids_second_model or (method.teacher is None and is_adapted(policy))
         self.model = policy if is_policy else frozen_model(job, method.teacher)
-        self._begun = policy if is_policy and is_adapted(policy) and method.refers_to_itself else None
+        self._initial = policy if is_policy and is_adapted(policy) and method.refers_to_itself else None
         positions = positions_of(base_of(self.model).config)
         # The last token of a sequence is not fed.
         self._longest = min(job.config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
@@ -246,16 +246,37 @@ class Teacher:
             self._prompts = teacher_prompts(job.config, job.tokenizer, method, self._longest)
         self._reprompt = Reprompt(job.config, job.tokenizer, method.context_template)
 
-    def check(self, rows: np.ndarray) -> None:
-        """Raise DataError if a training prompt (by row) has no prompt of the teacher's own that fits."""
-        if self._prompts is None or not (lost := sorted({*rows.tolist()} - self._prompts.keys())):
+    def check(self, data: Prepared) -> None:
+        """Raise DataError if a training prompt has no prompt of the teacher's own that fits."""
+        train, own = data.train, self._prompts
+        if self._method.use_successful_as_teacher:
+            given = ((one.row, (one.facts or {})["prompt"]) for one in map(train.__getitem__, range(len(train))))
+            turns = {row: prompt for row, prompt in given if not isinstance(prompt, str)}
+            if turns and "text" in data.report.formats:
+                raise DataError(
+                    "method.use_successful_as_teacher writes a context into the last message of the user, but rows of "
+                    "format text have none: give the data a column prompt, or set data.template: none"
+                )
+            other = {row for row, prompt in turns.items() if prompt[-1]["role"] != "user"}
+            self._refuse_rows(other, "whose last message, which the teacher's replaces, is not the user's: remove")
+        if own is None:
             return
-        raise DataError(
-            f"{counted(len(lost), 'prompt')} with the teacher's additions cannot be rendered, or leave no room for a "
-            f"completion of {self._job.config.completion_length:,} tokens in {self._longest:,} (the smaller of "
-            "training.tokens_per_pack and the model's positions): raise training.tokens_per_pack, or remove these "
-            f"rows: {', '.join(map(str, lost[:10]))}{', …' * (len(lost) > 10)}"
+        lost = {*train.rows.tolist()} - own.keys()
+        if self._method.on_policy_fraction < 1:
+            pairs = ((one.row, one.trees[0].children[0]) for one in map(train.__getitem__, range(len(train))))
+            lost |= {row for row, reply in pairs if len(own.get(row, ())) + len(reply.tokens) > self._longest}
+        self._refuse_rows(
+            lost,
+            "for which the teacher's prompt cannot be rendered, or leaves no room for the data's completion or one of "
+            f"{self._job.config.completion_length:,} tokens, in {self._longest:,} (the smaller of "
+            "training.tokens_per_pack and the model's positions): raise training.tokens_per_pack, or remove",
         )
+
+    @staticmethod
+    def _refuse_rows(rows: Collection[int], why: str) -> None:
+        if rows:
+            listed = f"{', '.join(map(str, sorted(rows)[:10]))}{', …' * (len(rows) > 10)}"
+            raise DataError(f"{counted(len(rows), 'prompt')} {why} these rows: {listed}")
 
     def taught(self, rollout: Rollout, contexts: Sequence[str | None] | None) -> list[Ids | None]:
         """The teacher's prompt of each completion, with its context if there are `contexts`; None for a completion
@@ -294,10 +315,11 @@ class Teacher:
     def outputs(self, rollout: Rollout, prompts: Sequence[Ids | None], part: RolloutPack) -> tuple[Head, Tensor]:
         """The head, and the last hidden states (N, D) that predict a rollout pack's scored tokens, in the pack's order.
         `prompts`: those of `taught`."""
-        with as_begun(self._begun) if self._begun is not None else nullcontext():
-            head = Head.of(self.model, self._job.config.rollout.temperature)
+        with as_begun(self._initial) if self._initial is not None else nullcontext():
+            temperature = self._job.config.rollout.temperature
             if not self._method.prompts_teacher:
-                return head, scored_states(self.model, part.pack)
+                states_N = scored_states(self.model, part.pack)
+                return Head.of(self.model, temperature), states_N  # a sharded head is whole after a pass
             index_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
             index_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
             states_N = None
@@ -308,7 +330,7 @@ class Teacher:
                 states_N = states.new_empty(len(part.token_N), states.shape[1]) if states_N is None else states_N
                 states_N[index_R[theirs.token_N]] = states
             assert states_N is not None
-            return head, states_N
+            return Head.of(self.model, temperature), states_N
 
     @staticmethod
     def _refuse_other_tokenizer(job: Job, path: str) -> None:
