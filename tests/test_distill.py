@@ -23,7 +23,7 @@ from posttrain.base.errors import ConfigError, DataError, ModelError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.distill import SDFT_TEMPLATE
-from posttrain.data.prepare import teacher_prompts
+from posttrain.data.teacher import teacher_prompts
 from posttrain.distillation import Head, Top, compare_distributions, divergence_of
 from posttrain.inspection.losslab import losses
 from posttrain.planning.estimate import holds_reference
@@ -398,7 +398,7 @@ def shown(tmp_path: Path, scratch_model: Path, row: dict, method: dict, **data) 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = load(tmp_path / "config.json").config
     tokenizer = AutoTokenizer.from_pretrained(scratch_model)
-    [tokens] = teacher_prompts(config, tokenizer, config.method, 500).values()
+    [tokens] = teacher_prompts(config, tokenizer, config.method, 500)[0].values()
     return str(tokenizer.decode(tokens))
 
 
@@ -441,6 +441,19 @@ def test_teacher_prompts_are_found_for_the_rows_of_every_source(tmp_path, studen
     assert len(lines(folder)) == 1
 
 
+def test_a_column_that_only_the_teacher_reads_is_read(tmp_path, student):
+    folder = train(tmp_path, student, {"privileged_context": "hint"}, rows=[{**row, "hint": "Add."} for row in ROWS])
+    assert "hint" not in (folder / "training.log").read_text().partition("step 1/")[0]
+
+
+@pytest.mark.parametrize("bad", [{"hint": {"a": 1}}, {"hint": " "}])
+def test_one_bad_demonstration_of_many_is_named(tmp_path, student, bad):
+    rows = [{**ROWS[0], "prompt": f"{n} + 1?", "hint": "Add."} for n in range(150)]
+    rows[99] |= bad
+    with pytest.raises(DataError, match=r"1 training prompt cannot be written .*\n.*rows.jsonl line 100: .*hint"):
+        train(tmp_path, student, {"privileged_context": "hint"}, rows=rows)
+
+
 def test_a_demonstration_is_read_without_a_chat_template_and_with_another_system_prompt(tmp_path, scratch_model):
     row = {"prompt": "2 + 3 =", "completion": " 5"}
     text = shown(tmp_path, scratch_model, row, {"privileged_context": "completion"}, template="none")
@@ -455,7 +468,9 @@ def test_a_demonstration_is_read_without_a_chat_template_and_with_another_system
 def test_a_row_without_the_teachers_column_is_named(tmp_path, student, bad):
     rows = [{**row, "hint": "Add."} for row in ROWS]
     rows[7] = {**ROWS[7], **bad}
-    with pytest.raises(DataError, match=r"rows.jsonl line 8: the column hint, .* is missing or empty"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl line 8: the column hint .* missing or empty; the row has prompt, "
+    ):
         train(tmp_path, student, {"privileged_context": "hint"}, rows=rows)
 
 
@@ -467,7 +482,7 @@ def test_a_prompt_that_does_not_end_with_a_user_is_refused(tmp_path, student):
 
 def test_a_demonstration_that_does_not_fit_a_pack_is_refused_before_the_first_step(tmp_path, student):
     rows = [{**row, "completion": "It is so. " * (60 if n == 4 else 1)} for n, row in enumerate(ROWS)]
-    with pytest.raises(DataError, match=r"1 prompt for which the teacher's prompt .* 10 tokens, in 200 .* rows: 4$"):
+    with pytest.raises(DataError, match=r"1 prompt for which the teacher's prompt .* 10 tokens, in 200 .* rows 4 "):
         train(tmp_path, student, {"privileged_context": "completion"}, "training.tokens_per_pack=200", rows=rows)
     assert not (tmp_path / "run/metrics.jsonl").exists() or not lines(tmp_path / "run")
 
@@ -476,7 +491,7 @@ def test_the_datas_completions_must_fit_behind_the_teachers_prompts(tmp_path, st
     """A row's completion stands in the teacher's prompt and after it."""
     rows = [{**row, "completion": "It is so. " * (16 if n == 4 else 1)} for n, row in enumerate(ROWS)]
     method = {"privileged_context": "completion", "on_policy_fraction": 0.5}
-    with pytest.raises(DataError, match=r"1 prompt for .* no room for the data's completion .* in 120 .* rows: 4$"):
+    with pytest.raises(DataError, match=r"1 prompt for .* no room for the data's completion .* in 120 .* rows 4 "):
         train(tmp_path, student, method, "training.tokens_per_pack=120", rows=rows)
 
 
@@ -486,7 +501,7 @@ def test_the_datas_completions_must_fit_behind_the_teachers_prompts(tmp_path, st
         ([{"text": f"Once there were {n}."} for n in range(12)], "rows of format text have none: give the data a"),
         (
             [*ROWS, {"prompt": [*TURNS[:1], {"role": "assistant", "content": "It"}], "completion": "is 5."}],
-            "1 prompt whose last message, which the teacher's replaces, is not the user's: remove these rows: 12$",
+            "1 prompt whose last message, which the teacher's replaces, is not the user's: remove the rows 12 ",
         ),
     ],
 )
@@ -572,6 +587,7 @@ def test_a_step_in_which_no_or_every_completion_is_successful(tmp_path, student,
     """Without successes nothing is learned; the weights stay as they are."""
     folder = train(tmp_path, student, SDPO, **successes(tmp_path, rule), **TWO_STEPS)
     assert shares(folder) == [(share, share)] * 2
+    assert ('"alarms/no_success": 2' in (folder / "metrics.jsonl").read_text()) == (share == 0)
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (student, folder / "final"))
     assert all(torch.equal(before[name], after[name]) for name in before) == (share == 0)
 
@@ -587,6 +603,7 @@ def test_a_successful_completion_that_leaves_no_room_is_counted(tmp_path, studen
     method = SDPO | {"teacher_prompt_template": "{prompt}" + " so" * 150 + "{privileged_context}"}
     folder = train(tmp_path, student, method, "training.tokens_per_pack=120", **successes(tmp_path, "1.0"))
     assert shares(folder) == [(1, 0)]
+    assert '"alarms/no_room": 1' in (folder / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("kind", ["live", "base"])
@@ -682,7 +699,7 @@ def test_a_few_log_probabilities_from_a_file_are_learned(tmp_path, student, scra
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, "must be an object with the lists logprob_token_ids and logprobs"),
+        (None, "is missing"),
         ({"logprobs": "x"}, "must be an object with the lists"),
         ({"token_ids": [1, 2]}, "but the completion has .*: tokenizer, template or text differ"),
         ({"token_ids": 5}, "has the token_ids 5, but the completion has"),
@@ -722,7 +739,9 @@ def test_a_separate_validation_set_needs_no_log_probabilities(tmp_path, student,
 def test_a_token_id_that_the_model_lacks_is_named(tmp_path, student, scratch_model):
     rows = with_logprobs(student, scratch_model, 2)
     rows[5]["teacher"]["logprob_token_ids"][0][1] = 6400
-    with pytest.raises(DataError, match=r"row 5: teacher has the token id 6,400, but the model has 6,400"):
+    with pytest.raises(
+        DataError, match=r"row 5, counted from 0: teacher has the token id 6,400, but the model's are below 6,400"
+    ):
         train(tmp_path, student, FILE, rows=rows, training={"batch_size": 12, "max_steps": 1})
 
 
@@ -791,7 +810,11 @@ RIGHT = {"rewards": [{"type": "math"}]}
         ({"teacher_model_kind": "live"}, {}, "method.teacher is missing"),
         ({"teacher": "x", "teacher_model_kind": "live"}, {}, "is live, but teacher names another model"),
         ({"teacher": "x", "teacher_prompt_template": "{privileged_context}"}, {}, "has no effect without privileged"),
-        ({"privileged_context": "a", "teacher_prompt_template": "{prompt}"}, {}, r"must contain {privileged_context}"),
+        (
+            {"privileged_context": "a", "teacher_prompt_template": "{prompt}"},
+            {},
+            r"must contain {prompt} and {privileged_context}",
+        ),
         ({"teacher": "x", "success_reward_threshold": 2}, {}, "has no effect without use_successful_as_teacher"),
         ({**SDPO, "num_generations": 1}, RIGHT, "num_generations is 1, but use_successful_as_teacher needs other"),
         ({**SDPO, "on_policy_fraction": 0.5}, RIGHT, "must be 1 with use_successful_as_teacher"),

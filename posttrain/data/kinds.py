@@ -284,12 +284,12 @@ def facts_of(record: Record, row: Row, turns: bool) -> str:
 
 def with_context(prompt: str | Turns, context: str, template: str) -> str | Turns:
     """A prompt whose last message, the user's, is the template with this message and a context that it lacks. Raises
-    DataError if it ends with another message."""
+    RowError if it ends with another message."""
     if isinstance(prompt, str):
         return filled(template, {"prompt": prompt, "privileged_context": context})
     *before, last = prompt
     if last["role"] != "user":
-        raise DataError(
+        raise RowError(
             f"the teacher's prompt replaces the last message of the user, but the prompt ends with one of the "
             f"{last['role']}: remove such rows, or method.privileged_context and use_successful_as_teacher"
         )
@@ -300,23 +300,23 @@ def with_context(prompt: str | Turns, context: str, template: str) -> str | Turn
 
 def context_of(row: Row, fields: Fields, column: str) -> str:
     """The text of a column that only the teacher's prompt has; `completion` is the row's completion in every format.
-    Raises DataError if the row lacks it."""
+    Raises RowError if the row lacks it."""
     value = fields.get(column)
     if value is None and column == "completion" and not (row.prompt is None and isinstance(row.chosen, str)):
         turns = as_turns(row.chosen if row.prompt is not None else row.chosen[-1:], "assistant")
         value = [turn for turn in turns if turn["role"] == "assistant"]
     if isinstance(value, list) and value:
         value = "\n".join(turn["content"] for turn in messages_of(value, column))
-    if value in (None, "", []):
-        raise DataError(
-            f"the column {column}, which method.privileged_context gives to the teacher, is missing or empty: complete "
-            "or remove such rows"
-        )
-    return number_or_text(value, column)
+    if value in (None, "", []) or not (text := number_or_text(value, column)).strip():
+        others = f"the row has {', '.join(fields)}"
+        raise RowError(f"the column {column} (method.privileged_context) is missing or empty; {others}")
+    return text
 
 
 def logprobs_problem(given: Any, tokens: list[int]) -> str | None:
     """Why these are not a teacher's log-probabilities of a completion with these tokens; None if they are."""
+    if given is None:
+        return "is missing"
     given = given if isinstance(given, Mapping) else {}
     ids, logprobs, own = (given.get(name) for name in ("logprob_token_ids", "logprobs", "token_ids"))
     if not isinstance(ids, list) or not isinstance(logprobs, list):
@@ -330,7 +330,7 @@ def logprobs_problem(given: Any, tokens: list[int]) -> str | None:
         if not is_list or len(some) != len(values) or not some:
             return f"{at} must have two lists of the same length, which are not empty"
         if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in some) or len({*some}) < len(some):
-            return f"{at} must have different token ids, not {some}"
+            return f"{at} must have different token ids of 0 or more, not {some}"
         if not all(isinstance(value, int | float) and -math.inf < value <= 1e-4 for value in values):
             return f"{at} must have finite log-probabilities of at most 0, not {values}"
         if (total := sum(map(math.exp, values))) > 1.01:

@@ -25,7 +25,7 @@ from posttrain.config.schema.run import BEHAVIOR_VERSION, RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kind import Kind
-from posttrain.data.kinds import KINDS, Prompts
+from posttrain.data.kinds import KINDS
 from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row, RowError
@@ -106,6 +106,9 @@ def prepare_run(
         refuse_malformed=refuse_malformed,
     )
     prepared = prepare(config.data, tokenizer, kind, options)
+    if isinstance(method, DistillMethod):
+        for column in (method.privileged_context, method.teacher_logprobs):
+            prepared.report.unread.pop(column or "", None)
     if not method.learns_ties:
         prepared = _without_ties(prepared, method.type)
     if config.samples and not kind.samples:
@@ -127,25 +130,6 @@ def _without_ties(prepared: Prepared, method: str) -> Prepared:
             reports[own] = replace(reports[own], used=used, notes=(*reports[own].notes, what))
             sets[name] = dataset.without_ties()
     return replace(prepared, train=sets.pop("train"), validation=sets, reports=reports)
-
-
-def teacher_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, method: DistillMethod, longest: int
-) -> dict[int, np.ndarray]:
-    """The tokens of the training prompts as a teacher reads them, with its system prompt and a column of the row, by
-    row. A row whose prompt and completion have more than `longest` tokens is missing."""
-    update: dict[str, Any] = {"max_prompt_length": None, "max_length": longest, "overlong": "drop", "validation": None}
-    if not isinstance(sources := config.data.source, str):  # all rows of each, of which the run has a part
-        update["source"] = tuple(source.model_copy(update={"weight": 1.0}) for source in sources)
-    if method.teacher_system_prompt is not None:
-        update["system_prompt"] = method.teacher_system_prompt
-    column = method.privileged_context
-    kind = Prompts(context=None if column is None else (column, method.context_template))
-    options = Options(
-        completion_length=config.completion_length, seed=config.seed, behavior_version=config.behavior_version
-    )
-    train = prepare(config.data.model_copy(update=update), tokenizer, kind, options).train
-    return {int(row): np.asarray(train[index].trees[0].tokens) for index, row in enumerate(train.rows)}
 
 
 def _validation_prompts(

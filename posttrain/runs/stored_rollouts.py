@@ -78,7 +78,7 @@ class StoredRun(AbstractContextManager["StoredRun"]):
         steps = self.steps()
         if step not in steps:
             stored = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-            drops = "(rollout.max_database_gb drops old ones)"
+            drops = "(rollout.max_database_gb drops old ones; distillation from the data samples none)"
             raise RunError(f"there are no rollouts of step {step}; the file has {stored} {drops}")
 
     def prompts(self, step: int) -> list[dict[str, Any]]:

@@ -262,6 +262,7 @@ class Alarms:
             self.memory.setdefault("first_entropy", entropy)
         without, method = metrics.get("rewards/left_out_ratio", 0.0), self._method
         no_spread = metrics.get("frac_reward_zero_std", 0.0) == 1.0 and without < 1.0
+        successful = metrics.get("self_distillation/success_sample_fraction")
         raised = {
             "no_spread": method.compares_groups and no_spread,
             "equal_rewards": method.needs_rewards and not method.compares_groups and all_equal,
@@ -269,6 +270,8 @@ class Alarms:
             "no_reward": without == 1.0,
             "no_verdict": metrics.get("rewards/no_verdict_ratio", 0.0) > WITHOUT_VERDICT and without < 1.0,
             "entropy": entropy is not None and entropy < COLLAPSED * self.memory["first_entropy"],
+            "no_success": successful == 0.0,
+            "no_room": bool(successful) and metrics.get("self_distillation/reprompt_sample_fraction") == 0.0,
             "sampler": metrics.get("sampling/effective_sample_size", 1.0) < EFFECTIVE,
         }
         for name in (name for name, is_raised in raised.items() if is_raised):

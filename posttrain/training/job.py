@@ -18,11 +18,12 @@ from posttrain.base.errors import ConfigError, DamagedError, ModelError, RankErr
 from posttrain.base.log import log
 from posttrain.base.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.batch import Example, Pack, pack
-from posttrain.config import learning_rate
+from posttrain.config import DistillMethod, learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, longest_sequence, prepare_run
 from posttrain.data.prompts import stop_faults
+from posttrain.data.teacher import check_teacher
 from posttrain.engines.protocol import stop_token_ids
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
@@ -332,6 +333,9 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
         return prepare_run(config, tokenizer)
     positions, learned = positions_of(shape), shape.model_type in LEARNED_POSITIONS
     data = prepare_run(config, tokenizer, positions=positions, learned_positions=learned)
+    if isinstance(config.method, DistillMethod):
+        longest = min(config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
+        check_teacher(config, tokenizer, config.method, data, longest)
     if positions is not None and (longest := longest_sequence(config, data)) > positions:
         log.warning(
             "the longest sequence has %s tokens, but %s was trained on %s positions (max_position_embeddings): beyond "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,12 @@ from posttrain.base.console import progress
 from posttrain.base.errors import DataError, ModelError, RunError
 from posttrain.base.files import default_cache
 from posttrain.base.log import log
-from posttrain.base.words import counted
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import DistillMethod, RunConfig
 from posttrain.config.schema.base import MethodSettings, ReferenceMethod
 from posttrain.data import Dataset, Prepared
-from posttrain.data.prepare import teacher_prompts
 from posttrain.data.prompts import Reprompt
+from posttrain.data.teacher import check_teacher, teacher_prompts
 from posttrain.distillation import Head, Top
 from posttrain.models.families import base_of, head_layer, is_adapted, positions_of
 from posttrain.models.load import load_model, load_tokenizer
@@ -243,40 +242,23 @@ class Teacher:
         self._longest = min(job.config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
         self._prompts: Mapping[int, Ids] | None = None  # by row
         if method.prompts_teacher and not method.use_successful_as_teacher:
-            self._prompts = teacher_prompts(job.config, job.tokenizer, method, self._longest)
+            self._prompts, _ = teacher_prompts(job.config, job.tokenizer, method, self._longest)
         self._reprompt = Reprompt(job.config, job.tokenizer, method.context_template)
 
     def check(self, data: Prepared) -> None:
-        """Raise DataError if a training prompt has no prompt of the teacher's own that fits."""
-        train, own = data.train, self._prompts
-        if self._method.use_successful_as_teacher:
-            given = ((one.row, (one.facts or {})["prompt"]) for one in map(train.__getitem__, range(len(train))))
-            turns = {row: prompt for row, prompt in given if not isinstance(prompt, str)}
-            if turns and "text" in data.report.formats:
-                raise DataError(
-                    "method.use_successful_as_teacher writes a context into the last message of the user, but rows of "
-                    "format text have none: give the data a column prompt, or set data.template: none"
-                )
-            other = {row for row, prompt in turns.items() if prompt[-1]["role"] != "user"}
-            self._refuse_rows(other, "whose last message, which the teacher's replaces, is not the user's: remove")
-        if own is None:
+        """Raise DataError for a training prompt without a prompt of the teacher's own that fits, or with a token id in
+        the data's log-probabilities that is not one of the model's."""
+        check_teacher(self._job.config, self._job.tokenizer, self._method, data, self._longest)
+        if (column := self._method.teacher_logprobs) is None:
             return
-        lost = {*train.rows.tolist()} - own.keys()
-        if self._method.on_policy_fraction < 1:
-            pairs = ((one.row, one.trees[0].children[0]) for one in map(train.__getitem__, range(len(train))))
-            lost |= {row for row, reply in pairs if len(own.get(row, ())) + len(reply.tokens) > self._longest}
-        self._refuse_rows(
-            lost,
-            "for which the teacher's prompt cannot be rendered, or leaves no room for the data's completion or one of "
-            f"{self._job.config.completion_length:,} tokens, in {self._longest:,} (the smaller of "
-            "training.tokens_per_pack and the model's positions): raise training.tokens_per_pack, or remove",
-        )
-
-    @staticmethod
-    def _refuse_rows(rows: Collection[int], why: str) -> None:
-        if rows:
-            listed = f"{', '.join(map(str, sorted(rows)[:10]))}{', …' * (len(rows) > 10)}"
-            raise DataError(f"{counted(len(rows), 'prompt')} {why} these rows: {listed}")
+        known = len(head_layer(self.model).weight)
+        for example in map(data.train.__getitem__, range(len(data.train))):
+            ids = (example.facts or {})["columns"][column]["logprob_token_ids"]
+            if (largest := max(map(max, ids))) >= known:
+                raise DataError(
+                    f"row {example.row}, counted from 0: {column} has the token id {largest:,}, but the model's are "
+                    f"below {known:,}: the teacher must have the student's tokenizer"
+                )
 
     def taught(self, rollout: Rollout, contexts: Sequence[str | None] | None) -> list[Ids | None]:
         """The teacher's prompt of each completion, with its context if there are `contexts`; None for a completion
@@ -292,20 +274,11 @@ class Teacher:
         return [None if one is None or len(one) > room else one for one, room in zip(found, most, strict=True)]
 
     def top(self, rollout: Rollout) -> Top:
-        """The log-probabilities in the data (R, K) of its completions' tokens. Raises DataError if a token id is not
-        one of the model's."""
+        """The log-probabilities in the data (R, K) of its completions' tokens."""
         rows: list[tuple[list[int], list[float]]] = []
-        known = len(head_layer(self.model).weight)
         for completion in rollout.completions:
-            prompt = rollout.prompts[completion.group]
-            given = (prompt.facts or {})["columns"][self._method.teacher_logprobs]
-            pairs = [*zip(given["logprob_token_ids"], given["logprobs"], strict=True)][: len(completion.tokens)]
-            if (largest := max(max(ids) for ids, _ in pairs)) >= known:
-                raise DataError(
-                    f"row {prompt.row}: {self._method.teacher_logprobs} has the token id {largest:,}, but the model "
-                    f"has {known:,}: the teacher must have the student's tokenizer"
-                )
-            rows += pairs
+            given = (rollout.prompts[completion.group].facts or {})["columns"][self._method.teacher_logprobs]
+            rows += [*zip(given["logprob_token_ids"], given["logprobs"], strict=True)][: len(completion.tokens)]
         most = max((len(ids) for ids, _ in rows), default=0)
         ids = [[*ids, *ids[:1] * (most - len(ids))] for ids, _ in rows]
         logprobs = [[*values, *[-math.inf] * (most - len(values))] for _, values in rows]

@@ -99,8 +99,8 @@ class DistillMethod(OnlineMethod):
         if self.teacher_prompt_template is not None:
             if not self.shows_context:
                 yield "teacher_prompt_template", "has no effect without privileged_context or use_successful_as_teacher"
-            elif "{privileged_context}" not in self.teacher_prompt_template:
-                yield "teacher_prompt_template", "must contain {privileged_context}"
+            elif any(part not in self.teacher_prompt_template for part in ("{prompt}", "{privileged_context}")):
+                yield "teacher_prompt_template", "must contain {prompt} and {privileged_context}"
         yield from self.unused("use_successful_as_teacher", "success_reward_threshold")
         if not self.use_successful_as_teacher:
             return

@@ -62,10 +62,7 @@ class SFTMethod(MethodSettings):
     def check(self) -> Conflicts:
         yield from super().check()
         if self.completion_only_loss and self.assistant_only_loss:
-            yield (
-                "assistant_only_loss",
-                "conflicts with completion_only_loss: true, which trains only on the last assistant turn",
-            )
+            yield "assistant_only_loss", "conflicts with completion_only_loss: true, which trains on the last turn only"
 
 
 class RewardMethod(MethodSettings):
@@ -156,10 +153,7 @@ class DPOMethod(ReferenceMethod, PreferenceMethod):
         if any(map(is_own, losses)):
             return  # which settings it reads is known when it is imported
         if self.label_smoothing >= 0.5 and "robust" in losses:
-            yield (
-                "label_smoothing",
-                f"is {self.label_smoothing}; robust divides by 1 - 2 x label_smoothing and needs less than 0.5",
-            )
+            yield "label_smoothing", f"is {self.label_smoothing}, but robust divides by 1 - 2 x it; set it below 0.5"
         if self.label_smoothing <= 0 and "exo_pair" in losses:
             yield "label_smoothing", "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)"
         if self.f_divergence_type != "reverse_kl" and not losses <= F_DIVERGENCE_LOSSES:
@@ -171,10 +165,7 @@ class DPOMethod(ReferenceMethod, PreferenceMethod):
         if self.f_divergence_type != "reverse_kl" and losses == {"sft"}:
             yield "f_divergence_type", "is not read by sft, which has no reference; leave it out"
         if not self.is_default("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
-            yield (
-                "f_alpha_divergence_coef",
-                f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
-            )
+            yield "f_alpha_divergence_coef", f"is for alpha_divergence, not for {self.f_divergence_type}; leave it out"
 
     def _check_reference(self, losses: set[str]) -> Conflicts:
         if not self.use_ref_model and self.ref_model is not None:

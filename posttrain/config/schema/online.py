@@ -123,15 +123,9 @@ class PolicyGradientMethod(RewardedMethod):
     def check(self) -> Conflicts:
         name = self.name() if self.loss_setting is None else f"{self.loss_setting}: {self.loss_name}"
         if self.compares_groups and self.num_generations <= 1:
-            yield (
-                "num_generations",
-                f"is 1, but {name} compares a prompt's completions with one another; give 2 or more",
-            )
+            yield "num_generations", f"is 1, but {name} compares a prompt's completions; give 2 or more"
         if self.resampling_rounds != 0 and self.num_generations <= 1:
-            yield (
-                "resampling_rounds",
-                "resamples groups of equal rewards, but a group of 1 always has equal rewards; leave it out",
-            )
+            yield "resampling_rounds", "resamples groups of equal rewards, which a group of 1 always has; leave it out"
         if self.beta <= 0 and not self.is_default("kl_in"):
             yield "kl_in", "has no effect while beta is 0; leave it out"
         yield from super().check()
@@ -241,10 +235,7 @@ class GRPOMethod(PolicyGradientMethod):
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "vespo"):
             yield "importance_sampling_level", f"is sequence, but {self.loss_type} has a weight for each token"
         if self.importance_sampling_level == "token" and self.loss_type == "gspo":
-            yield (
-                "importance_sampling_level",
-                "is token, but gspo is the loss with one ratio per sequence; loss_type: grpo has one per token",
-            )
+            yield "importance_sampling_level", "is token, but gspo has one ratio per sequence; grpo has one per token"
         if self.delta is not None and self.delta <= 1 + (self.epsilon_high or self.epsilon):
             yield ("delta", f"is {self.delta}; it bounds ratios beyond the clip range: give more than 1 + epsilon_high")
         if self.use_bias_correction_kl and (self.beta <= 0 or self.kl_in == "reward"):

@@ -59,10 +59,7 @@ class RunConfig(Settings):
             if folder in folders[:index]:
                 yield path, f"would use the same folder {folder!r} as an earlier model; give it a name"
             if model.load_in_4bit and model.lora is None:
-                yield (
-                    f"models.{index}.load_in_4bit",
-                    "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
-                )
+                yield f"models.{index}.load_in_4bit", "freezes the weights: set model.lora, e.g. model.lora: true"
             if model.lora is not None and model.lora.init != "default":
                 path, init = f"models.{index}.lora.init", model.lora.init
                 if model.load_in_4bit and model.lora.is_subtracted:
@@ -255,10 +252,7 @@ class RunConfig(Settings):
             yield "method.curriculum", "cannot be combined with data.mixing: interleave, which has no epochs"
         yield from check_rewards(self.rewards)
         if online and rollout.temperature <= 0:
-            yield (
-                "rollout.temperature",
-                f"is 0: all completions of a prompt would be the same; {method.type} must sample",
-            )
+            yield "rollout.temperature", f"is 0: all completions of a prompt would be equal; {method.type} must sample"
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
         for section, length in lengths.items():
@@ -269,10 +263,7 @@ class RunConfig(Settings):
                 )
         minibatches, prompts = getattr(method, "num_minibatches", 1), self.training.batch_size
         if minibatches > prompts:
-            yield (
-                "method.num_minibatches",
-                f"is {minibatches}, but a step has only {prompts} prompts (training.batch_size); lower it",
-            )
+            yield "method.num_minibatches", f"is {minibatches}, but a step has {prompts} prompts (training.batch_size)"
 
     @property
     def acts(self) -> bool:

@@ -1,0 +1,79 @@
+"""The prompts of a teacher: those of the training rows with its system prompt or a column that only it reads."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.base.errors import DataError
+from posttrain.base.words import counted
+from posttrain.config.schema.distill import DistillMethod
+from posttrain.config.schema.run import RunConfig
+from posttrain.data.kinds import Prompts
+from posttrain.data.prepare import Options, Prepared, prepare
+from posttrain.data.report import Malformed, list_malformed
+
+
+def check_teacher(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, method: DistillMethod, prepared: Prepared, longest: int
+) -> None:
+    """Raise DataError if a training prompt has no prompt of the teacher's own that fits in `longest` tokens."""
+    train = prepared.train
+    examples = map(train.__getitem__, range(len(train)))
+    if method.use_successful_as_teacher:
+        given = ((one.row, (one.facts or {})["prompt"]) for one in examples)
+        turns = {row: prompt for row, prompt in given if not isinstance(prompt, str)}
+        if turns and "text" in prepared.report.formats:
+            raise DataError(
+                "method.use_successful_as_teacher writes a context into the last message of the user, but rows of "
+                "format text have none: give the data a column prompt, or set data.template: none"
+            )
+        other = {row for row, prompt in turns.items() if prompt[-1]["role"] != "user"}
+        _refuse_rows(other, "whose last message, which the teacher's replaces, is not the user's: remove")
+    if not method.prompts_teacher or method.use_successful_as_teacher:
+        return
+    own, bad = teacher_prompts(config, tokenizer, method, longest)
+    lost = {*train.rows.tolist()} - own.keys()
+    if unwritten := [malformed for malformed in bad if malformed.row in lost]:
+        what = f"{counted(len(unwritten), 'training prompt')} cannot be written for the teacher; complete or remove"
+        raise DataError(f"{what} such rows:\n{list_malformed(unwritten)}")
+    if method.on_policy_fraction < 1:
+        pairs = ((one.row, one.trees[0].children[0]) for one in examples)
+        lost |= {row for row, reply in pairs if len(own.get(row, ())) + len(reply.tokens) > longest}
+    _refuse_rows(
+        lost,
+        "for which the teacher's prompt leaves no room for the data's completion or one of "
+        f"{config.completion_length:,} tokens, in {longest:,} (the smaller of training.tokens_per_pack and the model's "
+        "positions): raise training.tokens_per_pack, or remove",
+    )
+
+
+def _refuse_rows(rows: Collection[int], why: str) -> None:
+    if rows:
+        listed = f"{', '.join(map(str, sorted(rows)[:10]))}{', …' * (len(rows) > 10)}"
+        raise DataError(f"{counted(len(rows), 'prompt')} {why} the rows {listed} (counted from 0)")
+
+
+def teacher_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, method: DistillMethod, longest: int
+) -> tuple[dict[int, np.ndarray], Sequence[Malformed]]:
+    """The tokens of the training prompts as a teacher reads them, with its system prompt and a column of the row, by
+    row; and rows that have none. One whose prompt and completion have more than `longest` tokens is in neither."""
+    update: dict[str, Any] = {"max_prompt_length": None, "max_length": longest, "overlong": "drop", "validation": None}
+    if not isinstance(sources := config.data.source, str):  # all rows of each, of which the run has a part
+        update["source"] = tuple(source.model_copy(update={"weight": 1.0}) for source in sources)
+    if method.teacher_system_prompt is not None:
+        update["system_prompt"] = method.teacher_system_prompt
+    column = method.privileged_context
+    kind = Prompts(context=None if column is None else (column, method.context_template))
+    options = Options(
+        completion_length=config.completion_length,
+        seed=config.seed,
+        behavior_version=config.behavior_version,
+        refuse_malformed=False,
+    )
+    prepared = prepare(config.data.model_copy(update=update), tokenizer, kind, options)
+    train = prepared.train
+    prompts = {int(row): np.asarray(train[index].trees[0].tokens) for index, row in enumerate(train.rows)}
+    return prompts, prepared.report.malformed
