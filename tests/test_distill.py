@@ -448,10 +448,19 @@ def test_a_column_that_only_the_teacher_reads_is_read(tmp_path, student):
 
 @pytest.mark.parametrize("bad", [{"hint": {"a": 1}}, {"hint": " "}])
 def test_one_bad_demonstration_of_many_is_named(tmp_path, student, bad):
+    """In the second of two sources."""
     rows = [{**ROWS[0], "prompt": f"{n} + 1?", "hint": "Add."} for n in range(150)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows[99] |= bad
-    with pytest.raises(DataError, match=r"1 training prompt cannot be written .*\n.*rows.jsonl line 100: .*hint"):
-        train(tmp_path, student, {"privileged_context": "hint"}, rows=rows)
+    data = {"source": [{"source": str(tmp_path / f"{name}.jsonl")} for name in ("more", "rows")], "max_length": 96}
+    with pytest.raises(DataError, match=r"1 training prompt cannot be written .*\n.*rows.jsonl line 100.*: .*hint"):
+        train(tmp_path, student, {"privileged_context": "hint"}, rows=rows, data=data)
+
+
+def test_a_model_without_a_limit_of_positions(tmp_path, student, monkeypatch):
+    for module in ("job", "reference"):
+        monkeypatch.setattr(f"posttrain.training.{module}.positions_of", lambda config: None)
+    assert len(lines(train(tmp_path, student, {"privileged_context": "completion"}))) == 1
 
 
 def test_a_demonstration_is_read_without_a_chat_template_and_with_another_system_prompt(tmp_path, scratch_model):

@@ -34,8 +34,8 @@ def check_teacher(
     if not method.prompts_teacher or method.use_successful_as_teacher:
         return
     own, bad = teacher_prompts(config, tokenizer, method, longest)
-    lost = {*train.rows.tolist()} - own.keys()
-    if unwritten := [malformed for malformed in bad if malformed.row in lost]:
+    lost, known = {*train.rows.tolist()} - own.keys(), {*prepared.report.malformed}
+    if lost and (unwritten := [malformed for malformed in bad if malformed not in known]):
         what = f"{counted(len(unwritten), 'training prompt')} cannot be written for the teacher; complete or remove"
         raise DataError(f"{what} such rows:\n{list_malformed(unwritten)}")
     if method.on_policy_fraction < 1:

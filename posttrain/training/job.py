@@ -334,7 +334,8 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
     positions, learned = positions_of(shape), shape.model_type in LEARNED_POSITIONS
     data = prepare_run(config, tokenizer, positions=positions, learned_positions=learned)
     if isinstance(config.method, DistillMethod):
-        longest = min(config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
+        size = config.training.tokens_per_pack
+        longest = size if positions is None else min(size, positions + 1)
         check_teacher(config, tokenizer, config.method, data, longest)
     if positions is not None and (longest := longest_sequence(config, data)) > positions:
         log.warning(

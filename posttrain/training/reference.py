@@ -239,7 +239,8 @@ class Teacher:
         self._initial = policy if is_policy and is_adapted(policy) and method.refers_to_itself else None
         positions = positions_of(base_of(self.model).config)
         # The last token of a sequence is not fed.
-        self._longest = min(job.config.training.tokens_per_pack, *(() if positions is None else [positions + 1]))
+        size = job.config.training.tokens_per_pack
+        self._longest = size if positions is None else min(size, positions + 1)
         self._prompts: Mapping[int, Ids] | None = None  # by row
         if method.prompts_teacher and not method.use_successful_as_teacher:
             self._prompts, _ = teacher_prompts(job.config, job.tokenizer, method, self._longest)
