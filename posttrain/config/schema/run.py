@@ -263,7 +263,7 @@ class RunConfig(Settings):
                 )
         minibatches, prompts = getattr(method, "num_minibatches", 1), self.training.batch_size
         if minibatches > prompts:
-            yield "method.num_minibatches", f"is {minibatches}, but a step has {prompts} prompts (training.batch_size)"
+            yield "method.num_minibatches", f"is {minibatches}, but a step has only {prompts} prompts (batch_size)"
 
     @property
     def acts(self) -> bool:
