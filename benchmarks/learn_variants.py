@@ -5,10 +5,10 @@
     sums, 8 bits      the engine has the weights of layers rounded to 8 bits; also 4 bits
     SFT               600 more demonstrations, each seen five times, for a model that SFT has taught some sums
 
-Budgets are small, because variants that all reach 95 % in the end cannot be told apart: the measure of the sums is the
-mean of the held-out accuracies during the run. Every variant is compared with the first case of its task, seed by seed,
-with a 95 % interval by Student's t. Finished trials are saved at once and not run again while their settings are the
-same; `--only` selects cases.
+Budgets are small, because variants that all reach 95 % in the end cannot be distinguished: the measure of the sums is
+the mean of the held-out accuracies during the run. Every variant is compared with the first case of its task, seed by
+seed, with a 95 % interval by Student's t. Finished trials are saved at once and not run again while their settings are
+the same; `--only` selects cases.
 """
 
 from __future__ import annotations

@@ -180,14 +180,14 @@ def of_episodes(prompts: Sequence[Example], completions: Sequence[SampledComplet
     is context at the start of its completion."""
     shared, made = list(prompts), []
     for group, members in groupby(completions, key=attrgetter("group")):
-        begun = [(each, each.episode) for each in members if each.episode is not None]
-        texts = [episode.prompt for _, episode in begun if episode.turns]
-        kept = [len(each.prompt) + keep for _, each in begun for _, keep in each.forks]
+        acting = [(each, each.episode) for each in members if each.episode is not None]
+        texts = [episode.prompt for _, episode in acting if episode.turns]
+        kept = [len(each.prompt) + keep for _, each in acting for _, keep in each.forks]
         common = min((*(common_prefix(texts[0], text) for text in texts), *kept), default=0)
         if common:
             node = replace(prompts[group].trees[0], tokens=texts[0][:common])
             shared[group] = replace(prompts[group], trees=(node,))
-        for each, episode in begun:
+        for each, episode in acting:
             extra = episode.prompt[common:] if episode.turns else []
             trained = [*([False] * len(extra)), *episode.trained]
             parts, trunk = [part.moved(len(extra)) for part in episode.parts], episode.shared

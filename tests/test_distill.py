@@ -398,7 +398,9 @@ def shown(tmp_path: Path, scratch_model: Path, row: dict, method: dict, **data) 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = load(tmp_path / "config.json").config
     tokenizer = AutoTokenizer.from_pretrained(scratch_model)
-    [tokens] = teacher_prompts(config, tokenizer, config.method, 500)[0].values()
+    own = teacher_prompts(config, tokenizer, config.method, 500)
+    assert own is not None
+    [tokens] = own[0].values()
     return str(tokenizer.decode(tokens))
 
 

@@ -61,7 +61,7 @@ def import_(
     output: Output = None,
     system: Annotated[
         str | None,
-        typer.Option("--from", help=f"System of the file: {', '.join(SYSTEMS)}; without: told by its names."),
+        typer.Option("--from", help=f"System of the file: {', '.join(SYSTEMS)}; without: inferred from its names."),
     ] = None,
     method: Annotated[str | None, typer.Option("--method", help="Method, if the file does not say it.")] = None,
     devices: Annotated[

@@ -99,7 +99,7 @@ def method_of(word: str) -> str | None:
 
 
 def parse(text: str, name: str, system: str | None = None, is_yaml: bool = False) -> Source:
-    """Read the text of a file or shell script. `system` is a key of SYSTEMS; None: told by the command and the names.
+    """Read the text of a file or shell script. `system` is a key of SYSTEMS; None: inferred from command and names.
     Raises ConfigError if it is neither YAML nor a command line, already a settings file, or of an unknown system."""
     if not is_yaml and _COMMAND.search(text):
         source = _command(text, name)

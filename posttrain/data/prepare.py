@@ -19,7 +19,6 @@ from posttrain.base.log import log
 from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
-from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import BEHAVIOR_VERSION, RunConfig
 from posttrain.data import cache
@@ -106,9 +105,8 @@ def prepare_run(
         refuse_malformed=refuse_malformed,
     )
     prepared = prepare(config.data, tokenizer, kind, options)
-    if isinstance(method, DistillMethod):
-        for column in (method.privileged_context, method.teacher_logprobs):
-            prepared.report.unread.pop(column or "", None)
+    for setting in ("privileged_context", "teacher_logprobs"):  # columns that only a teacher reads
+        prepared.report.unread.pop(getattr(method, setting, None) or "", None)
     if not method.learns_ties:
         prepared = _without_ties(prepared, method.type)
     if config.samples and not kind.samples:

@@ -241,8 +241,8 @@ class Tokeniser:
         out: list[_Encoded] = []
         for text in texts:
             ids = cast(list[list[int]], batch["input_ids"])[unique[text]]
-            begun = begins and text.startswith(self.begin) and text != self.writer.stop
-            kept = ids[bool(begun) : -1 if plain and self.appends_stop else None]
+            opened = begins and text.startswith(self.begin) and text != self.writer.stop
+            kept = ids[bool(opened) : -1 if plain and self.appends_stop else None]
             encoding = batch.encodings[unique[text]] if batch.encodings else None
             out.append(_Encoded(kept, encoding, again[text], text))
         return out

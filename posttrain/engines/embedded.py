@@ -85,7 +85,7 @@ class EmbeddedEngine(Engine):
 
     def converse(
         self,
-        begun: Sequence[Future[Turn | None]],
+        started: Sequence[Future[Turn | None]],
         sampling: Sampling,
         *,
         follow: Follow,
@@ -99,9 +99,9 @@ class EmbeddedEngine(Engine):
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
             tokens = cache_tokens(base.config, base.dtype, head.weight.device, self.cache_bytes)
             own = max(FEWEST_COLUMNS, sampling.max_completion_length)
-            rows = max(1, min(self.max_rows, len(begun), tokens // (longest + own)))
+            rows = max(1, min(self.max_rows, len(started), tokens // (longest + own)))
             memory = Memory.of(Room(rows, rows, 1, longest, own), Stepper(self.policy, sampling, head.weight.device))
-            Conversing(memory, begun, self.version, rows_step, texts, self._next, follow, branching).run()
+            Conversing(memory, started, self.version, rows_step, texts, self._next, follow, branching).run()
 
     def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
         """The request of a conversation's next reply."""

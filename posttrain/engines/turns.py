@@ -1,8 +1,8 @@
 """Conversations on an engine: a reply ends, others write, and the next reply continues from what is computed already.
 
-    converse(engine, begun, sampling, follow=follow, longest=…)
+    converse(engine, started, sampling, follow=follow, longest=…)
 
-`begun` has a future for each conversation, of None or of a `Turn` whose tokens are the prompt. `follow` is called for
+`started` has a future for each conversation, of None or of a `Turn` whose tokens are the prompt. `follow` is called for
 every reply. It returns None at the end of a conversation, or a future of the turn that follows: the tokens after the
 reply, which were not sampled, and the seed and the limit of the next reply. A conversation whose future is not done yet
 holds no place in the engine, so a slow tool delays no other conversation.
@@ -108,7 +108,7 @@ class Conversing(Generation):
     def __init__(
         self,
         memory: Memory,
-        begun: Sequence[Future[Turn | None]],
+        started: Sequence[Future[Turn | None]],
         version: int,
         rows_step: int,
         texts: StopTexts,
@@ -118,7 +118,7 @@ class Conversing(Generation):
     ):
         super().__init__(memory, memory.room, [], version, rows_step, texts)
         self.request_of, self.follow, self.texts = request_of, follow, texts
-        self.pending: dict[Future[Turn | None], Past] = {future: Past(i, [], {}) for i, future in enumerate(begun)}
+        self.pending: dict[Future[Turn | None], Past] = {future: Past(i, [], {}) for i, future in enumerate(started)}
         self.pasts: dict[Group, Past] = {}  # of waiting and live groups
         self.prompts: dict[tuple[int, ...], tuple[Layers, Tensor]] = {}  # keys and values, and the last hidden state
         self.trunks = dict[int, Past]()  # conversations that have ended, if others may branch from them
@@ -183,14 +183,14 @@ class Conversing(Generation):
     def prefill(self, fresh: list[Group]) -> Tensor:
         """The last hidden states (G, D): prompts are run, each once for all its conversations; others are resumed."""
         hidden: dict[Group, Tensor] = {}
-        begun = [group for group in fresh if not self.pasts[group].tokens]
+        first = [group for group in fresh if not self.pasts[group].tokens]
         resumed = [group for group in fresh if self.pasts[group].tokens]
-        new = {tuple(group.request.tokens): group for group in begun}
+        new = {tuple(group.request.tokens): group for group in first}
         runs = [group for prompt, group in new.items() if prompt not in self.prompts]
         if runs:
             for group, state in zip(runs, super().prefill(runs), strict=True):
                 self.prompts[tuple(group.request.tokens)] = self._copied(group, 0, 0), state
-        for group in begun:
+        for group in first:
             layers, hidden[group] = self.prompts[tuple(group.request.tokens)]
             self._write(group, layers, len(group.request.tokens))
         for prompt in list(self.prompts)[:-KEPT_PROMPTS]:
@@ -224,7 +224,7 @@ class Conversing(Generation):
 
 def converse(
     engine: Engine,
-    begun: Sequence[Future[Turn | None]],
+    started: Sequence[Future[Turn | None]],
     sampling: Sampling,
     *,
     follow: Follow,
@@ -239,9 +239,9 @@ def converse(
     sampling = replace(sampling, num_generations=1)
     own = getattr(engine, "converse", None)  # of an engine that keeps conversations between their turns
     if own is not None:
-        own(begun, sampling, follow=follow, longest=longest, branching=branching)
+        own(started, sampling, follow=follow, longest=longest, branching=branching)
         return
-    pending: dict[Future, Past] = {future: Past(index, [], {}) for index, future in enumerate(begun)}
+    pending: dict[Future, Past] = {future: Past(index, [], {}) for index, future in enumerate(started)}
     while pending:
         wait(pending, WAIT_S, FIRST_COMPLETED)
         ready = [(pending.pop(future), future.result()) for future in list(pending) if future.done()]

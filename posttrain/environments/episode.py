@@ -100,11 +100,11 @@ class Episode:
         messages, calls, done = [], [], False
         for call, written in zip(parsed.calls, parsed.message.get("tool_calls", ()), strict=True):
             self.calls += 1
-            told = self.process.ask({"call": call.name, "arguments": call.arguments}, seconds)
-            result = {"role": "tool", "name": call.name, "tool_call_id": written["id"], "content": told["result"]}
+            answer = self.process.ask({"call": call.name, "arguments": call.arguments}, seconds)
+            result = {"role": "tool", "name": call.name, "tool_call_id": written["id"], "content": answer["result"]}
             messages.append(result)
-            calls.append((call.name, call.arguments, told["failed"]))
-            done = done or told["done"]
+            calls.append((call.name, call.arguments, answer["failed"]))
+            done = done or answer["done"]
         return messages, done, tuple(calls)
 
     def finish(self, reason: StopReason) -> None:

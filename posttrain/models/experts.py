@@ -62,7 +62,7 @@ class RouterLoss:
     def _read(self, with_gradients: bool | None) -> None:
         """Read the next forward pass with or without gradients; None: read none."""
         self._with_gradients, self._is_over = with_gradients, False
-        self._weight: Tensor | None = None  # of each token, in the shape of the input; None: the pass has not begun
+        self._weight: Tensor | None = None  # of each token, in the shape of the input; None: the pass has not started
         self._logits: list[Tensor] = []  # logits of each router
 
     def loss(self) -> Tensor:

@@ -220,7 +220,7 @@ def start_factors(weight: Tensor, lora: LoraConfig, scaling: float) -> tuple[Ten
 
 
 @contextmanager
-def as_begun(policy: PeftModel) -> Iterator[None]:
+def as_at_start(policy: PeftModel) -> Iterator[None]:
     """Context with the policy as its run began: with the frozen START of its adapter, or without adapters."""
     if START not in policy.peft_config:
         with policy.disable_adapter():

@@ -132,8 +132,8 @@ class Recorder:
         if state is None:
             if any(map(_is_reply, keys)):
                 log.warning("episode %s begins with replies that were not sampled here", opened.name)
-            begun = State(keys, Trajectory(codec.first(messages), [], title=TITLE), codec, kind, messages)
-            return Turn(opened, begun, (), ())
+            state = State(keys, Trajectory(codec.first(messages), [], title=TITLE), codec, kind, messages)
+            return Turn(opened, state, (), ())
         rest = messages[len(state.messages) :]
         tokens = [*state.trajectory.prompt, *state.trajectory.tokens]
         return Turn(opened, state, rest, state.codec.bridge(tokens, rest))

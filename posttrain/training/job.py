@@ -23,7 +23,7 @@ from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, longest_sequence, prepare_run
 from posttrain.data.prompts import stop_faults
-from posttrain.data.teacher import check_teacher
+from posttrain.data.teacher import check_teacher, longest_fed, teacher_prompts
 from posttrain.engines.protocol import stop_token_ids
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
@@ -334,9 +334,8 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
     positions, learned = positions_of(shape), shape.model_type in LEARNED_POSITIONS
     data = prepare_run(config, tokenizer, positions=positions, learned_positions=learned)
     if isinstance(config.method, DistillMethod):
-        size = config.training.tokens_per_pack
-        longest = size if positions is None else min(size, positions + 1)
-        check_teacher(config, tokenizer, config.method, data, longest)
+        longest = longest_fed(config, positions)
+        check_teacher(config, config.method, data, longest, teacher_prompts(config, tokenizer, config.method, longest))
     if positions is not None and (longest := longest_sequence(config, data)) > positions:
         log.warning(
             "the longest sequence has %s tokens, but %s was trained on %s positions (max_position_embeddings): beyond "

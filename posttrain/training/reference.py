@@ -27,11 +27,11 @@ from posttrain.config import DistillMethod, RunConfig
 from posttrain.config.schema.base import MethodSettings, ReferenceMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.data.prompts import Reprompt
-from posttrain.data.teacher import check_teacher, teacher_prompts
+from posttrain.data.teacher import check_teacher, longest_fed, teacher_prompts
 from posttrain.distillation import Head, Top
 from posttrain.models.families import base_of, head_layer, is_adapted, positions_of
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.models.lora import as_begun
+from posttrain.models.lora import as_at_start
 from posttrain.models.sharding import at_rest, own_part, own_rows, whole
 from posttrain.rollout import Ids, Rollout, RolloutPack, with_prompts
 from posttrain.runs.checkpoint import save_folder, verify
@@ -106,7 +106,7 @@ class TokenReference:
 
     @torch.no_grad()
     def __call__(self, pack: Pack) -> Tensor:
-        with as_begun(self.adapted) if self.adapted else nullcontext():
+        with as_at_start(self.adapted) if self.adapted else nullcontext():
             return self.scorer(pack, self._temperature).logprob_N
 
     def by_sequence(self, pack: Pack, examples: Sequence[Example] = ()) -> Tensor:
@@ -237,19 +237,14 @@ class Teacher:
         is_policy = method.avoids_second_model or (method.teacher is None and is_adapted(policy))
         self.model = policy if is_policy else frozen_model(job, method.teacher)
         self._initial = policy if is_policy and is_adapted(policy) and method.refers_to_itself else None
-        positions = positions_of(base_of(self.model).config)
-        # The last token of a sequence is not fed.
-        size = job.config.training.tokens_per_pack
-        self._longest = size if positions is None else min(size, positions + 1)
-        self._prompts: Mapping[int, Ids] | None = None  # by row
-        if method.prompts_teacher and not method.use_successful_as_teacher:
-            self._prompts, _ = teacher_prompts(job.config, job.tokenizer, method, self._longest)
+        self._longest = longest_fed(job.config, positions_of(base_of(self.model).config))
+        self._own = teacher_prompts(job.config, job.tokenizer, method, self._longest)
         self._reprompt = Reprompt(job.config, job.tokenizer, method.context_template)
 
     def check(self, data: Prepared) -> None:
         """Raise DataError for a training prompt without a prompt of the teacher's own that fits, or with a token id in
         the data's log-probabilities that is not one of the model's."""
-        check_teacher(self._job.config, self._job.tokenizer, self._method, data, self._longest)
+        check_teacher(self._job.config, self._method, data, self._longest, self._own)
         if (column := self._method.teacher_logprobs) is None:
             return
         known = len(head_layer(self.model).weight)
@@ -266,8 +261,8 @@ class Teacher:
         without a context, or whose prompt then leaves no room for it."""
         prompts = [rollout.prompts[completion.group] for completion in rollout.completions]
         if contexts is None:
-            own = self._prompts
-            return [prompt.trees[0].tokens if own is None else own[prompt.row] for prompt in prompts]
+            own = self._own
+            return [prompt.trees[0].tokens if own is None else own[0][prompt.row] for prompt in prompts]
         known = [(prompt, context) for prompt, context in zip(prompts, contexts, strict=True) if context is not None]
         written = iter(self._reprompt([(prompt.facts or {}, context) for prompt, context in known]))
         most = [self._longest - len(completion.tokens) for completion in rollout.completions]
@@ -289,7 +284,7 @@ class Teacher:
     def outputs(self, rollout: Rollout, prompts: Sequence[Ids | None], part: RolloutPack) -> tuple[Head, Tensor]:
         """The head, and the last hidden states (N, D) that predict a rollout pack's scored tokens, in the pack's order.
         `prompts`: those of `taught`."""
-        with as_begun(self._initial) if self._initial is not None else nullcontext():
+        with as_at_start(self._initial) if self._initial is not None else nullcontext():
             temperature = self._job.config.rollout.temperature
             if not self._method.prompts_teacher:
                 states_N = scored_states(self.model, part.pack)
