@@ -21,7 +21,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
 from posttrain.models.load import load_model
-from posttrain.models.lora import add_lora, as_begun, load_lora, save, set_start
+from posttrain.models.lora import add_lora, as_at_start, load_lora, save, set_start
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import count, estimate
 
@@ -55,7 +55,7 @@ def test_the_start_is_pefts(init, kind, rslora, scratch_model):
     set_start(ours, lora)
     want = logits(tiny(kind, scratch_model))
     assert torch.allclose(logits(ours), want, atol=1e-5)
-    with as_begun(ours):
+    with as_at_start(ours):
         assert torch.equal(logits(ours), logits(ours)) and ours.active_adapter == "start"
         begun = logits(ours)
     assert torch.equal(begun, logits(ours))
