@@ -29,6 +29,7 @@ from posttrain.models.families import (
     logit_softcap,
     uses_triton,
 )
+from posttrain.models.graphs import PackGraphs
 from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 from posttrain.models.sharding import PARTS
@@ -164,16 +165,14 @@ def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
     """Return last hidden states (len(read), D) from a model of a packed family, which takes the pack directly."""
+    graphs: PackGraphs | None = model.__dict__.get(PackGraphs.NAME)
+    if graphs is not None:
+        return nn.functional.embedding(read, graphs.states(pack))
     requested = read
     if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
         requested = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
-    out = _through_backbone(
-        model,
-        input_ids=pack.tokens_T[None],
-        position_ids=pack.position_T[None],
-        use_cache=False,
-        packed=PackedMask(pack, requested, len(read)),
-    )
+    mask, ids = PackedMask(pack, requested, len(read)), pack.tokens_T[None]
+    out = _through_backbone(model, input_ids=ids, position_ids=pack.position_T[None], use_cache=False, packed=mask)
     hidden = out.last_hidden_state[0]  # for all tokens, or only for the requested ones (models/lean.py)
     return hidden[: len(read)] if len(hidden) == len(requested) else hidden.index_select(0, read)
 

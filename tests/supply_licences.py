@@ -45,6 +45,7 @@ INSTALLED_EXTRAS = ("serve", "ui", "track", "quant", "bench", "dev")
 OTHERS = {
     "audioop-lts": "PSF-2.0",
     "flash-attn": "BSD-3-Clause",
+    "flash-attn-4": "BSD-3-Clause",
     "immutabledict": "MIT",
     "langdetect": "MIT",
     "liger-kernel": "BSD-2-Clause",

@@ -26,7 +26,7 @@ from posttrain.planning import estimate as estimates
 from posttrain.planning import largest
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import checkpoints_gradients, estimate
-from posttrain.planning.largest import keeps_engine
+from posttrain.planning.largest import with_room
 from posttrain.planning.plan import plan
 from posttrain.recipes.online import evaluate
 from posttrain.sampler import Sampler
@@ -187,7 +187,7 @@ def estimated(config, device=GPU):
 
 def test_the_engines_memory_is_counted(scratch_model, card):
     """Kept beside an update where a GPU has room for both; else, and on a CPU, the larger of the two counts."""
-    config = grpo(scratch_model, "training.gradient_checkpointing=true")
+    config = grpo(scratch_model, "training.gradient_checkpointing=true", "training.cuda_graphs=false")
     card(80 << 30)
     both = estimated(config)
     assert both.keeps_engine and both.parts["engine"] == both.engine
@@ -216,9 +216,11 @@ def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypa
     monkeypatch.setattr(largest, "FirstEpoch", lambda *given: SimpleNamespace(largest=lambda *sizes: []))
     monkeypatch.setattr(largest, "width_step", lambda *given: None)
     monkeypatch.setattr(largest, "empty_model", lambda *given: None)
-    for keeps in (True, False):
-        monkeypatch.setattr(largest, "estimate", lambda *given, ranks, keeps=keeps: SimpleNamespace(keeps_engine=keeps))
-        assert keeps_engine(job, None) is keeps  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(largest, "replace", lambda job, **changes: changes)
+    for keeps, captured in ((True, True), (True, False), (False, False)):
+        found = SimpleNamespace(keeps_engine=keeps, captured=captured, engine=1)
+        monkeypatch.setattr(largest, "estimate", lambda *given, ranks, found=found: found)
+        assert with_room(job, None) == {"keeps_engine": keeps, "cuda_graphs": captured}  # pyright: ignore
     assert "no room for completions' keys and values" in caplog.text
     released = []
     engine = SimpleNamespace(release=lambda: released.append(True))
@@ -227,6 +229,19 @@ def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypa
         monkeypatch.setattr(sample, "_sample", lambda *given: "rollout", raising=False)
         assert sample(1, [], 2) == "rollout"
         assert released == [True] * (not keeps)
+
+
+def test_cuda_graphs_by_the_estimate(scratch_model, card):
+    """On where gradients, activations and working memory fit beside one another, and beside the engine's memory."""
+    config = grpo(scratch_model, "training.gradient_checkpointing=true", "model.dtype=bfloat16")
+    card(80 << 30)
+    whole = estimated(config)
+    assert whole.captured and whole.keeps_engine
+    card(int(whole.peak / estimates.SAFE) - 1)
+    short = estimated(config)
+    assert not short.captured and short.keeps_engine and short.peak < whole.peak
+    assert not estimated(grpo(scratch_model, "model.dtype=bfloat16", "training.cuda_graphs=false")).captured
+    assert not estimated(config, torch.device("cpu")).captured
 
 
 def test_gradient_checkpointing_by_the_estimate(scratch_model, card):

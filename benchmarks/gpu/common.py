@@ -21,6 +21,7 @@ import transformers
 from benchmarks.common import add_results, machine
 from posttrain.base.errors import is_out_of_memory
 from posttrain.base.memory import release_memory
+from posttrain.models.nodes import has_flash_attention
 from posttrain.runs.files import load_json
 
 # The title and format of each number, in the order of a table's columns.
@@ -39,6 +40,7 @@ COLUMNS = {
     "growth": ("memory, end ÷ middle", "{:.3f}"),
     "note": ("", "{}"),
 }
+FLASH = "FlashAttention 4"  # a need of cases: the package, on a GPU that it is for
 MOVED = 0.05  # a number that changed by less than this share has not moved
 
 
@@ -198,6 +200,8 @@ def check_card(setup: Setup) -> None:
 
 
 def _has(need: str, setup: Setup) -> bool:
+    if need == FLASH:
+        return has_flash_attention()
     return setup.on_card if need == "CUDA" else not is_missing({"TRL": "trl"}.get(need, need))
 
 

@@ -71,7 +71,7 @@ def _step(folder: str, kind: str, settings: list[str], tokens: int) -> Callable[
     config = load(None, given).config
     packs = pack([example(kind, tokens, 1000)], tokens)
     [model] = config.models
-    found = estimate(config, model, empty_model(config, model), packs, CUDA, card=max(CARDS) << 30)
+    found = estimate(config, model, empty_model(config, model), packs, CUDA, card=max(CARDS) << 30, captured=False)
     engines = {card << 30: generation(config, model, packs, CUDA, card << 30) for card in CARDS}
 
     def on_card(size: int) -> Estimate:

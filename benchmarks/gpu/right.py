@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.families import forest, make
 from benchmarks.gpu import runs
-from benchmarks.gpu.common import Case, CheckError, Goal, Setup
+from benchmarks.gpu.common import FLASH, Case, CheckError, Goal, Setup
 from benchmarks.gpu.shapes import model_folder
 from posttrain.batch import Example, Node, pack, sequences
 from posttrain.config import ModelConfig
@@ -31,6 +31,7 @@ from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES, use_triton
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
+from posttrain.models.nodes import Paths
 from posttrain.models.sharding import own_part, shard
 from posttrain.scoring import Scorer
 
@@ -39,18 +40,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EXACT = {"cpu": (1e-5, 1e-4), "cuda": (1e-3, 1e-3)}
 HEADS = (64, 96, 128, 256)
 KERNELS_OF = ("qwen3", "llama")
+# Trees of packs: the length of a node, and its children.
+SHAPES = {
+    "a sequence": [[2048]],
+    "a pair": [[1024, [512], [512]]],
+    "a prompt with eight": [[256, *[[224]] * 8]],
+    "rows": [[128]] * 16,
+    "three levels": [[512, [512, [256], [300]], [512]], [130]],
+}
 GROUPS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 RMS_GOAL = Goal("rms", most=0.03)
 Sides = tuple[Tensor, Tensor]  # log-probabilities, and all gradients
 
 
 def cases(setup: Setup) -> Iterator[Case]:
+    yield from runs.replayed(setup)
     for family in ("qwen3", "bloom") if setup.tiny else FAMILIES:
         for dtype in DTYPES:
             yield Case(f"packed = one by one, {family}, {dtype}", partial(packed_is_plain, setup, family, dtype))
     for size in HEADS[:1] if setup.tiny else HEADS:
         yield Case(f"Flex = dense, heads of {size}", partial(flex_is_dense, setup, size))
         yield Case(f"Flex = dense, backward, heads of {size}", partial(flex_backward, setup, size), ("CUDA",))
+        for shape in SHAPES:
+            name = f"FlashAttention 4 = dense, {shape}, heads of {size}"
+            yield Case(name, partial(paths_are_dense, setup, shape, size), ("CUDA", FLASH))
     for family in KERNELS_OF:
         for dtype in DTYPES:
             name = f"Triton = PyTorch, {family}, {dtype}"
@@ -188,6 +201,36 @@ def flex_backward(setup: Setup, size: int) -> dict[str, float]:
     if not worst <= 0.02:
         raise CheckError(f"outputs or gradients differ by {worst:.1%} (RMS)")
     return {"error": worst}
+
+
+def paths_are_dense(setup: Setup, shape: str, size: int) -> dict[str, float]:
+    """Compare attention over gathered paths with dense attention and with itself, in bfloat16, with gradients."""
+    trees = [tree(nodes) for nodes in SHAPES[shape]]
+    [whole] = pack([Example((each,), row) for row, each in enumerate(trees)], 1 << 14)
+    mask = PackedMask(whole.to(setup.device))
+    tokens, worst = len(whole.tokens_T), 0.0
+    torch.manual_seed(0)
+    given = [
+        torch.randn(1, heads, tokens, size).to(setup.device, torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
+    ]
+    weight, paths = torch.randn(1, 4, tokens, size).to(setup.device), Paths.of(mask.nodes, setup.device)
+    for window in (None, 100):
+        outs = [paths.attend(*given, size**-0.5, window).float() for _ in range(2)] + [dense(mask, given, window)]
+        ours, again, want = [(o, *torch.autograd.grad((o * weight).sum(), given)) for o in outs]
+        if not all(map(torch.equal, ours, again)):
+            raise CheckError("two passes differ")
+        worst = max(worst, *(rms((a - b).float()) / rms(b.float()) for a, b in zip(ours, want, strict=True)))
+    if not worst <= 0.02:
+        raise CheckError(f"outputs or gradients differ by {worst:.1%} (RMS)")
+    return {"error": worst}
+
+
+def tree(nodes: list) -> Node:
+    """A tree of a length and its children."""
+    length, *children = nodes
+    if not children:
+        return Node([1] * (length + 1), trained=True)
+    return Node([1] * length, children=tuple(tree(child) for child in children))
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

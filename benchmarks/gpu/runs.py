@@ -1,4 +1,4 @@
-"""Whole runs of part `right`: every method, LoRA, every optimizer, a resumed run, and the quickstart.
+"""Whole runs of part `right`: every method, LoRA, every optimizer, a resumed run, CUDA graphs, and the quickstart.
 
 Each makes a few steps on the quickstart's model with settings that a user would write, and is compared with the same
 run on the CPU in float32, or with a run without one of the settings.
@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -21,6 +22,8 @@ from benchmarks.gpu.common import Case, CheckError, Setup
 from posttrain import runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
+from posttrain.models import graphs
+from posttrain.models.graphs import PackGraphs
 from posttrain.quickstart import Size, quickstart
 from posttrain.quickstart.model import make_model
 from posttrain.runs.metrics import read_metrics
@@ -46,6 +49,15 @@ VARIANTS: dict[str, tuple[dict, dict, float, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 
+# Runs whose packs are replayed as CUDA graphs: the method, and changes to the settings.
+REPLAYED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{method: (method, {}) for method in METHODS},
+    "LoRA": ("dpo", {"model.lora": LORA}),
+    "QLoRA": ("dpo", {"model.lora": LORA, "model.load_in_4bit": True}),
+    "gradient checkpointing": ("dpo", {"training.gradient_checkpointing": True}),
+    "dropout": ("sft", {"model.lora": LORA | {"dropout": 0.1}}),
+    "several packs": ("sft", {"training.tokens_per_pack": 256}),
+}
 
 ON_CPU = {"model.dtype": "float32", "devices.type": "cpu"}
 # The largest difference of a loss in the first steps from the loss on the CPU in float32.
@@ -62,6 +74,12 @@ def cases(setup: Setup) -> Iterator[Case]:
     yield Case("resumed = uninterrupted", partial(resumed, setup))
     if not setup.tiny:
         yield Case("quickstart", whole_quickstart)
+
+
+def replayed(setup: Setup) -> Iterator[Case]:
+    for name, (method, changes) in REPLAYED.items():
+        needs = ("CUDA", "bitsandbytes") if changes.get("model.load_in_4bit") else ("CUDA",)
+        yield Case(f"replay = eager, {name}", partial(replays_change_nothing, setup, method, changes), needs)
 
 
 def home(setup: Setup) -> Path:
@@ -164,6 +182,28 @@ def resumed(setup: Setup) -> dict[str, Any]:
     if not error <= (1e-5 if setup.on_card else 0.0):
         raise CheckError(f"weights differ by {error:.2e}")
     return {"error": error, "note": "to the bit" if error == 0 else "not to the bit"}
+
+
+def replays_change_nothing(setup: Setup, method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that a run whose packs are replayed ends with the weights of one without CUDA graphs, bit for bit."""
+    made: list[PackGraphs] = []
+    init, sides, most = PackGraphs.__init__, [], graphs.MOST
+
+    def remembered(self: PackGraphs, *given: Any, **more: Any) -> None:
+        init(self, *given, **more)
+        made.append(self)
+
+    with patch.object(PackGraphs, "__init__", remembered):
+        for limit in (most, 0):
+            with TemporaryDirectory(prefix="posttrain-") as folder, patch.object(graphs, "MOST", limit):
+                run(setup, Path(folder), method, {"model.dtype": "bfloat16", **changes}, steps=6)
+                [file] = (Path(folder) / "run/final").glob("*model.safetensors")
+                sides.append(load_file(file))
+    if not (replays := sum(each.replays for each in made)) or any(each.is_off for each in made):
+        raise CheckError(f"{replays} passes were replayed; the run's log says why")
+    if different := [name for name in sides[0] if not torch.equal(sides[0][name], sides[1][name])]:
+        raise CheckError(f"{len(different)} of {len(sides[0])} tensors differ, such as {different[0]}")
+    return {"replays": replays, "note": f"{replays} passes replayed"}
 
 
 def whole_quickstart() -> dict[str, Any]:

@@ -10,7 +10,8 @@ Beside TRL, both sides train on the same rows, and both or neither recompute act
 
 The time of a step is that of forward, backward and optimizer, the median of several steps after warm-up. Memory is the
 maximum that PyTorch has reserved on the GPU. MFU counts useful work as benchmarks/run.py does: with attention, without
-recomputation. At 8k another step is profiled: the share of its time that each kind of kernel takes.
+recomputation. `eager_seconds_a_step` is the time without CUDA graphs, if passes were replayed. At 8k another step is
+profiled: the share of its time that each kind of kernel takes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -186,7 +188,7 @@ def an_update(setup: Setup, name: str, *more: str) -> Iterator[Update]:
     with TemporaryDirectory(prefix="posttrain-") as folder:
         config = load(None, [*settings(setup, name, Path(folder)), *more]).config
         with Run.create(Path(folder) / "run", dump(config), {}) as run:
-            yield Update(setup, start_job(config, config.models[0], run), name)
+            yield Update(setup, replace(start_job(config, config.models[0], run), cuda_graphs=True), name)
 
 
 def measure(setup: Setup, name: str, *more: str) -> dict[str, Any]:
@@ -205,6 +207,7 @@ def measure(setup: Setup, name: str, *more: str) -> dict[str, Any]:
         peak = torch.cuda.max_memory_reserved(setup.device) if setup.on_card else peak_memory(setup.device)
         flops = useful_flops(work, step.frozen, Sizes.of(step.config))
         profiled = kinds(step, setup.on_card) if name.endswith(" 8k") else None
+        replays, eager = replays_and_eager(step)
     took, tokens = statistics.median(seconds), sum(pack.num_tokens for pack in step.packs)
     card = torch.cuda.get_device_name(setup.device) if setup.on_card else None
     peak_rate = peak_flops(card)
@@ -213,6 +216,8 @@ def measure(setup: Setup, name: str, *more: str) -> dict[str, Any]:
         "tokens_per_second": tokens / took,
         "seconds_a_step": took,
         "step_seconds": seconds,
+        "replays": replays,
+        "eager_seconds_a_step": eager,
         "useful_tflops_per_second": flops / took / 1e12,
         "mfu": None if peak_rate is None else flops / took / peak_rate,
         "memory_gib": peak / 2**30,
@@ -224,6 +229,24 @@ def measure(setup: Setup, name: str, *more: str) -> dict[str, Any]:
         numbers["speed_ratio"] = numbers["tokens_per_second"] / published.tokens_per_second
         numbers["memory_ratio"] = numbers["memory_gib"] / published.memory_gib
     return numbers
+
+
+def replays_and_eager(step: Update) -> tuple[int, float | None]:
+    """How many passes were replayed as CUDA graphs, and the seconds of a step without them, from here on."""
+    graphs = step.step.optimizer.graphs
+    if graphs is None or not graphs.replays:
+        return 0, None
+    replays, seconds = graphs.replays, list[float]()
+    graphs.release()
+    step.step.optimizer.graphs = None
+    for scorer in filter(None, (step.step.scorer, step.step.reference)):
+        scorer.model.__dict__.pop(graphs.NAME, None)
+    step.step.optimizer.forget()
+    for _ in range(3):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return replays, statistics.median(seconds)
 
 
 def beside(setup: Setup, name: str, batches: str, recomputed: bool) -> dict[str, Any]:

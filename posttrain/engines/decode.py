@@ -8,7 +8,6 @@ shapes are rounded up: rows to a power of two, columns to a multiple of 256. Ext
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -23,6 +22,7 @@ from posttrain.engines.cache import Cache, Room, in_columns, power_of_two
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.sampling import sample_tokens, token_words
 from posttrain.models.families import backbone_of, base_of, head_layer, uses_triton
+from posttrain.models.graphs import adapters_of, addresses, beside, capture, states_of
 from posttrain.scoring import next_token_logits, row_chunks
 
 FEWEST_ROWS = 8
@@ -153,14 +153,7 @@ class Recordings:
 
     def check(self, policy: nn.Module) -> None:
         """Discard all graphs if weights have moved in memory or different adapters are active."""
-        tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
-        modules: Iterator[Any] = policy.modules()
-        adapters = [
-            (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
-            for module in modules
-            if hasattr(module, "merged_adapters") and hasattr(module, "scaling")
-        ]
-        facts = tensors, adapters
+        facts = addresses(chain(policy.parameters(), policy.buffers())), states_of(adapters_of(policy))
         if facts != self._recorded_with:
             self.graphs.clear()
         self._recorded_with = facts
@@ -168,10 +161,6 @@ class Recordings:
     def drop(self, stepper: Stepper) -> None:
         """Discard the graphs of one stepper, whose state is gone."""
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not stepper}
-
-    @property
-    def pool(self):
-        return next((graph.pool() for graph in self.graphs.values()), None)
 
 
 class StaticStepper(Stepper):
@@ -217,16 +206,11 @@ class StaticStepper(Stepper):
     def _record(self, state: DecodeState, cache: Cache, shape: Shape) -> torch.cuda.CUDAGraph:
         """Run the step on a side stream to warm up, undo its changes, and capture it."""
         before = state.copy()
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with beside(self.device):
             for _ in range(WARM_UPS):
                 super().step(state, cache, shape)
                 state.become(before)  # keys and values written by warm-ups are overwritten by later steps
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.recordings.pool):  # pyright: ignore[reportArgumentType]
-            super().step(state, cache, shape)
+        graph, _ = capture(partial(super().step, state, cache, shape), self.recordings.graphs.values())
         state.become(before)  # a capture computes nothing; the first replay gives the tokens
         log.debug("the engine captured a step of %s", shape)
         return graph

@@ -6,7 +6,8 @@ attention function. For a pack it is a `PackedMask`, whose masks are built once 
 implements `attend`, so engines can pass a cache instead (posttrain/engines/attention.py).
 
 On CPU and MPS, scaled_dot_product_attention is called once for every node of a tree. On CUDA, FlexAttention processes
-the full pack with one BlockMask if it supports the case; otherwise there is also one call per node.
+the full pack with one BlockMask if it supports the case, or FlashAttention 4 (nodes.py) where that is faster; otherwise
+there is also one call per node.
 """
 
 import functools
@@ -28,9 +29,9 @@ from posttrain.base.log import log
 from posttrain.batch import Pack
 from posttrain.models.devices import lacks_bfloat16
 from posttrain.models.matmul import ONEDNN, ROWS
+from posttrain.models.nodes import BLOCK, HEADS, Paths, Segment, has_flash_attention, pays
 
 NAME = "packed"
-BLOCK = 128  # tokens of one block of FlexAttention's mask
 NARROWEST = 16  # smallest head size that FlexAttention supports
 OWN_BLOCKS_BYTES = 160 << 10  # shared memory in which PyTorch's default blocks fit, for heads of up to 128
 
@@ -56,28 +57,6 @@ class Visible(Protocol):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Return the output (1, H, T, d) of attention from query (1, H, T, d) to key and value (1, H_kv, T, d)."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of tokens that see the same earlier tokens: one call of the attention kernel."""
-
-    start: int
-    stop: int
-    before: tuple[slice, ...]  # the physical tokens of the segment's ancestors, which all of its tokens see
-
-    def mask(self, position_T: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return a mask to add to the logits of the ancestors' keys, then of the segment's own; None: a causal mask."""
-        length = self.stop - self.start
-        seen = sum(part.stop - part.start for part in self.before)
-        if not seen and (window is None or length <= window):
-            return None
-        own = torch.ones(length, seen + length, dtype=torch.bool, device=position_T.device).tril(seen)
-        if window is not None:
-            query = position_T[self.start : self.stop]
-            key = torch.cat([position_T[part] for part in self.before] + [query])
-            own &= query[:, None] - key[None, :] < window
-        return torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
 
 
 class PackedMask:
@@ -113,7 +92,11 @@ class PackedMask:
 
     @functools.cached_property
     def nodes(self) -> list[Segment]:
-        """The pack, split where visibility changes: at the start of every node of every tree. Padding is one node."""
+        """The pack, split where visibility changes: at the start of every node of every tree. Padding is one node.
+
+        Raises RuntimeError while a CUDA graph is captured, which would have the nodes of this pack."""
+        if self.end_T.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("this model's attention is computed node by node")
         total, width = self.num_tokens, len(self.end_T)
         cuts = self._pack.nodes
         runs = [slice(start, stop) for (start, _), (stop, _) in pairwise([*cuts, (total, total)])]
@@ -135,9 +118,16 @@ class PackedMask:
             self._blocks[window] = flex_block_mask(self.end_T, self.position_T, window)
         return self._blocks[window]
 
+    @functools.cached_property
+    def paths(self) -> Paths | None:
+        """The keys of the nodes' paths, if FlashAttention 4 can be used and is faster."""
+        return Paths.of(self.nodes, self.end_T.device) if has_flash_attention() and pays(self.nodes) else None
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Return the attention of the pack's tokens to one another."""
         if query.is_cuda and suits_flex(query, how.dropout):
+            if how.softcap is None and query.shape[-1] in HEADS and self.paths is not None:
+                return self.paths.attend(query, key, value, how.scaling, how.window)
             grouped = key.shape[1] != query.shape[1]
             return flex_attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
         if query.device.type == "cpu" and query.dtype == torch.bfloat16:

@@ -38,7 +38,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.models.attention import How, PackedMask, Visible
-from posttrain.models.families import base_of
+from posttrain.models.families import FAMILIES, UNKNOWN, base_of
 from posttrain.models.matmul import linear, product
 
 BLOCK_ELEMENTS = 1 << 19  # elements of a block: 2 MB in float32, still in the cache for the next operation
@@ -345,20 +345,34 @@ class _States:
         return state
 
 
+def draws(model: nn.Module) -> bool:
+    """Whether the model may draw random numbers in training mode: dropout in its settings or in an adapter, routers, or
+    a family that is not known."""
+    config = base_of(model).config
+    text, family = config.get_text_config(), FAMILIES.get(config.model_type, UNKNOWN)
+    rates = [rate for name, rate in text.to_dict().items() if "drop" in name and isinstance(rate, int | float)]
+    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return not family.packed or hasattr(text, "num_experts_per_tok") or any(rate > 0 for rate in rates)
+
+
 def enable_gradient_checkpointing(policy: nn.Module) -> None:
     """Recompute each layer's activations in backward, in training and evaluation mode.
 
     transformers' own switch needs training mode. That would also turn on the dropout that some layers apply themselves
     (OPT, Falcon), but the recipe decides about dropout.
     """
+    has_dropout = draws(policy)
     for layer in base_of(policy).modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(_checkpointed, layer, layer.forward)
+            layer.forward = partial(_checkpointed, layer, layer.forward, has_dropout)
 
 
-def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+def _checkpointed(
+    layer: nn.Module, forward: Callable[..., Any], has_dropout: bool, *inputs: Any, **settings: Any
+) -> Any:
     """Call the layer's forward, to be recomputed in backward. The states of random generators are saved for dropout
     only, which is on in training mode: on a GPU reading them waits for the device, and a CUDA graph cannot."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **settings)
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=layer.training, **settings)
+    kept = has_dropout and layer.training
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=kept, **settings)

@@ -9,12 +9,14 @@ gradients are divided by it. torch's GradScaler halves the scale when a gradient
 updates without overflow (Micikevicius et al., arXiv 1710.03740, section 3.2).
 """
 
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.base.errors import DamagedError
+from posttrain.models.graphs import PackGraphs
 from posttrain.parallel.ranks import ALONE, Ranks
 
 LOSS_SCALE = "loss scale"  # in place of a parameter's name in the optimizer's state
@@ -58,6 +60,7 @@ class AdamW:
         device = next(iter(self.masters.values()), torch.empty(0)).device
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
         self.scaler.scale(torch.zeros((), device=device))  # it makes its state at the first loss
+        self.graphs: PackGraphs | None = None
         self._ema_decay = ema_decay
         self.averages = {name: m.detach().clone() for name, m in self.masters.items()} if ema_decay else {}
 
@@ -94,45 +97,64 @@ class AdamW:
             group["lr"] = learning_rate * group["factor"]
         self._adamw.step()
 
-    def _publish(self, name: str) -> None:
-        """Copy the master to the model's weight."""
-        if self.parameters[name] is not self.masters[name]:
-            self.parameters[name].copy_(self.masters[name])
+    def _publish(self, names: Sequence[str]) -> None:
+        """Copy masters to the model's weights."""
+        names = [name for name in names if self.parameters[name] is not self.masters[name]]
+        if names:
+            torch._foreach_copy_([self.parameters[n] for n in names], [self.masters[n] for n in names])
 
     def _is_kept(self, name: str) -> bool:
         """Whether the state includes the master: only if the model's weight is rounded and does not determine it."""
         return self.masters[name] is not self.parameters[name]
 
     @torch.no_grad()
-    def step(self, learning_rate: float, ranks: Ranks = ALONE) -> float:
-        """Sum the gradients over the ranks, clip them, update the weights, and drop the gradients. Return the gradient
-        norm before clipping.
-
-        If the norm is not finite, weights and optimizer state do not change, except for the scale of float16's losses.
-        """
+    def norm(self, ranks: Ranks = ALONE) -> Tensor:
+        """Sum the gradients over the ranks and return their norm. Those of scaled losses are divided by the scale."""
         self._collect()
         self._sum(ranks)
         if self.scaler.is_enabled():  # it takes the gradients of an optimizer
             self.scaler.unscale_(torch.optim.SGD([*self.masters.values()]))
             self.scaler.update()
-        norm = self._norm()
+        return self._norm()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, ranks: Ranks = ALONE, norm: Tensor | None = None) -> float:
+        """Sum the gradients over the ranks, clip them, update the weights, and drop the gradients. Return the gradient
+        norm before clipping: `norm`, if it was computed before.
+
+        If the norm is not finite, weights and optimizer state do not change, except for the scale of float16's losses.
+        """
+        norm = self.norm(ranks) if norm is None else norm
         value = norm.item()
-        if torch.isfinite(norm):
+        if math.isfinite(value):
             if self.max_grad_norm and value > self.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.max_grad_norm, norm)
             self._update(learning_rate)
-            for name in self.masters:
-                self._publish(name)
+            self._publish([*self.masters])
             if self._ema_decay:
                 averages, masters = list(self.averages.values()), list(self.masters.values())
                 torch._foreach_lerp_(averages, masters, 1 - self._ema_decay)
         self.forget()
         return value
 
+    def prepare(self) -> None:
+        """Capture what CUDA graphs have met before. Call it while there are no gradients."""
+        if self.graphs is not None:
+            self.graphs.prepare()
+
+    def release(self) -> None:
+        """Free the memory of CUDA graphs, which are captured again later."""
+        if self.graphs is not None:
+            self.graphs.release()
+
     def forget(self) -> None:
-        """Drop the accumulated gradients."""
+        """Drop the accumulated gradients; those of CUDA graphs, whose addresses must stay, become 0."""
+        kept = set() if self.graphs is None else self.graphs.kept
         for master in self.masters.values():
-            master.grad = None
+            if master not in kept:
+                master.grad = None
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @torch.no_grad()
     def swap_averages(self) -> None:
@@ -141,7 +163,7 @@ class AdamW:
             kept = self.masters[name].clone()
             self.masters[name].copy_(average)
             average.copy_(kept)
-            self._publish(name)
+        self._publish([*self.averages])
 
     @property
     def updates(self) -> int:
@@ -204,7 +226,7 @@ class AdamW:
             master = self.masters[name]
             if key == "master":
                 master.copy_(value)
-                self._publish(name)
+                self._publish([name])
             elif key == "ema":
                 self.averages[name].copy_(value)
             else:

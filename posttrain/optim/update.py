@@ -74,14 +74,20 @@ def update(
     `spare` are packs that add nothing, so that all ranks make the same number of passes over a sharded model. A loss or
     a gradient that is not finite leaves weights and optimizer state unchanged.
     """
-    scaler = optimizer.scaler
-    metrics = summed(ranks.passes(lambda: over_packs(packs, objective, spare, scaler.scale)))
+    scaler, norm = optimizer.scaler, None
+    optimizer.prepare()
+    if ranks.size == 1 and not scaler.is_enabled():
+        total = shares_of(packs, objective, spare)
+        norm = optimizer.norm()  # before the host waits for the metrics, so that a GPU waits for it only once
+        metrics = numbers(total)
+    else:
+        metrics = summed(ranks.passes(lambda: over_packs(packs, objective, spare, scaler.scale)))
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
     objective.check()
     before = scaler.get_scale()
-    metrics["grad_norm"] = optimizer.step(learning_rate, ranks)
+    metrics["grad_norm"] = optimizer.step(learning_rate, ranks, norm)
     if scaler.is_enabled():
         metrics["loss_scale"] = scaler.get_scale()
     return Updated(metrics, math.isfinite(metrics["grad_norm"]), rescaled=1 <= scaler.get_scale() < before)
@@ -102,12 +108,12 @@ def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Ob
     return replace(objective, of=share)
 
 
-def over_packs(
+def shares_of(
     packs: Iterable[Batch],
     objective: Objective[Batch],
     spare: Sequence[Batch] = (),
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
-) -> dict[str, float]:
+) -> Metrics:
     """Return the metrics of `packs`, with `loss`; `spare` packs contribute nothing. Unless gradients are off, those of
     the `scaled` losses are summed."""
     total: Metrics = {}
@@ -120,8 +126,18 @@ def over_packs(
         loss, _ = objective.of(pack)
         if torch.is_grad_enabled():
             (0.0 * loss).backward()
-    values = torch.stack([value.float() for value in total.values()]).tolist() if total else []
-    return dict(zip(total, values, strict=True))
+    return total
+
+
+def over_packs(*given: Any) -> dict[str, float]:
+    """Return the metrics of `shares_of` as numbers."""
+    return numbers(shares_of(*given))
+
+
+def numbers(metrics: Metrics) -> dict[str, float]:
+    """Return the metrics as numbers, for which the host waits once."""
+    values = torch.stack([value.float() for value in metrics.values()]).tolist() if metrics else []
+    return dict(zip(metrics, values, strict=True))
 
 
 def summed(shares: Sequence[Mapping[str, Number]]) -> dict[str, Number]:

@@ -14,6 +14,7 @@ AdamW, and rounded again. As the paper advises, embeddings keep float32 moments.
 """
 
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -64,9 +65,8 @@ class ShardedAdamW(AdamW):
         self._ranks.sum_([total])
         return (total + others.to(device)).sqrt().float()
 
-    def _publish(self, name: str) -> None:
-        if not is_sharded(self.parameters[name]):
-            super()._publish(name)
+    def _publish(self, names: Sequence[str]) -> None:
+        super()._publish([name for name in names if not is_sharded(self.parameters[name])])
 
     def forget(self) -> None:
         super().forget()
@@ -154,11 +154,12 @@ class AdamWCPUOffload(AdamW):
         for name in self.masters:
             self._take(name)
 
-    def _publish(self, name: str) -> None:
+    def _publish(self, names: Sequence[str]) -> None:
         # Weights are rounded on the CPU. The next write to the buffer is a gradient's, in a stream that waits for this
         # copy, or this method's, after a gradient has arrived.
-        self._buffers[name].copy_(self.masters[name])
-        self.parameters[name].copy_(self._buffers[name], non_blocking=True)
+        for name in names:
+            self._buffers[name].copy_(self.masters[name])
+            self.parameters[name].copy_(self._buffers[name], non_blocking=True)
 
     def forget(self) -> None:
         self._collect()

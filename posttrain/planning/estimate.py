@@ -19,6 +19,7 @@ from posttrain.engines.cache import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.models.devices import compute_dtype, device_of, take_device
 from posttrain.models.families import base_of, head_layer
+from posttrain.models.graphs import padded, without_graphs
 from posttrain.models.load import load_config, takes_triton
 from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
@@ -59,6 +60,7 @@ class Estimate:
     host: int = 0
     engine: int = 0
     keeps_engine: bool = False
+    captured: bool = False  # whether CUDA graphs replay the packs
 
     @property
     def peak(self) -> int:
@@ -89,7 +91,8 @@ def checkpoints_gradients(
     tokens = config.training.tokens_per_pack
     whole = pack([Example((Node(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
     card = _memory_of(device) if card is None else card
-    peak = estimate(config, model, empty_model(config, model), whole, device, False, card, ranks).peak
+    empty = empty_model(config, model)
+    peak = estimate(config, model, empty, whole, device, False, card, ranks, captured=False).peak
     return peak > SAFE * card
 
 
@@ -111,25 +114,35 @@ def estimate(
     card: int | None = None,
     ranks: int = 1,
     continued: bool | None = None,
+    captured: bool | None = None,
 ) -> Estimate:
     """Estimate the memory of a step with these packs, the fullest first, on `device`; `empty` has the model's shapes.
 
     `checkpointing`: whether layers are recomputed; None: the settings decide. `card`: the GPU's memory in bytes; None:
     that of the current GPU. With several `ranks`, the result is the memory of each. `continued`: whether the run
-    continues to train the adapter of an earlier stage; None: the adapter in the model's folder decides.
+    continues to train the adapter of an earlier stage; None: the adapter in the model's folder decides. `captured`:
+    whether CUDA graphs replay the packs; None: if there is room, and nothing else rules it out.
     """
     if device.type == "cuda" and card is None:
         card = _memory_of(device)
-    fullest = packs[0]
+    fullest = packs[0] if captured is not True else padded(packs[0])
     dtype = compute_dtype(model, device)
     width = dtype.itemsize
     parts, host = _between_steps(config, model, empty, device, ranks, continued)
     if checkpointing is None:
         checkpointing = checkpoints_gradients(config, model, device, ranks, card)
+    if captured is None:
+        captured = without_graphs(config, load_config(model), dtype, device, ranks) is None
+        if captured:
+            both = estimate(config, model, empty, packs, device, checkpointing, card, ranks, continued, captured)
+            if both.keeps_engine:
+                return both
+            captured = False
     kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
     logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
-    # The head frees its logits before the backward pass of the layers starts.
-    parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
+    # The head frees its logits before the backward pass of the layers starts. CUDA graphs keep the memory of their
+    # widest pass, and a pass that is not captured needs as much beside it.
+    parts |= {"activations": 2 * (kept + working) if captured else kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
     if device.type == "cpu":
         parts["process"] = PROCESS
@@ -138,7 +151,7 @@ def estimate(
     # In the first pack, gradients are allocated while activations are freed; later packs add to the gradients.
     largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
     beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
-    updating = max(passing, parts["gradients"] + max(largest, beside))
+    updating = max(passing, parts["gradients"] + max(passing if captured else largest, beside))
     resting = sum(parts.values()) - passing - parts["gradients"]
     engine = generation(config, model, packs, device, card)
     if engine and "gathered weights" in parts:
@@ -146,7 +159,7 @@ def estimate(
     keeps = card is not None and resting + updating + engine <= SAFE * card
     if engine:
         parts["engine" if keeps else "engine, between updates"] = engine
-    return Estimate(parts, resting, updating, host, engine, keeps)
+    return Estimate(parts, resting, updating, host, engine, keeps, captured)
 
 
 def _between_steps(

@@ -85,20 +85,22 @@ def with_completions(
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
-def keeps_engine(job: Job, data: Prepared) -> bool:
-    """Whether the engine may keep its memory during updates: false if the GPU lacks the room in the largest one."""
-    if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
-        return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
+def with_room(job: Job, data: Prepared) -> Job:
+    """The job with what a GPU has room for during its largest update: the engine's memory, and CUDA graphs."""
+    if job.device.type != "cuda":
+        return job
     size = job.config.training.tokens_per_pack
     ranks = job.ranks.size
     packs = FirstEpoch(job.config, data, job.feeds_last, ranks).largest(size, width_step(job.device, size))
     memory = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
-    if not memory.keeps_engine:
+    # vLLM's settings limit its memory.
+    keeps = memory.keeps_engine or job.config.rollout.engine != "embedded" or not memory.engine
+    if not keeps:
         log.warning(
             "the GPU has no room for completions' keys and values during an update, so they are reallocated in every "
             "step, which takes time; a smaller training.tokens_per_pack leaves room"
         )
-    return memory.keeps_engine
+    return replace(job, keeps_engine=keeps, cuda_graphs=memory.captured)
 
 
 def _weight(pack: Pack) -> tuple[int, int]:
@@ -182,7 +184,7 @@ class Trials:
         self.epoch = FirstEpoch(config, data, router_weight(config, model) > 0)
         empty = empty_model(config, model)
         # the estimated memory of a run with packs of a size
-        self.estimated = cache(lambda size: estimate(config, model, empty, self.packs(size), device))
+        self.estimated = cache(lambda size: estimate(config, model, empty, self.packs(size), device, captured=False))
         self._step: Step | None = None
 
     def packs(self, size: int) -> list[Pack]:

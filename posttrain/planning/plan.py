@@ -191,7 +191,8 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
 
 def _add_memory(table: Table, memory: Estimate, target: Target) -> None:
     of_each = " of each process" if target.ranks > 1 else ""
-    table.add_row("memory", f"about {_binary(memory.peak)} at the peak{of_each}, in addition to the program's own")
+    how = ", with CUDA graphs" if memory.captured else ""
+    table.add_row("memory", f"about {_binary(memory.peak)} at the peak{of_each}{how}, in addition to the program's own")
     if target.card is not None:
         fits = "fits" if memory.peak <= SAFE * target.card else "does not fit with a margin of a quarter"
         table.add_row("", f"{fits}: {target.name} has {target.card / 2**30:.1f} GiB")

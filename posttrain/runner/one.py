@@ -24,7 +24,7 @@ from posttrain.config import RunConfig, dump
 from posttrain.models.devices import determinism, own_device
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning.estimate import start_job
-from posttrain.planning.largest import keeps_engine
+from posttrain.planning.largest import with_room
 from posttrain.recipes import recipe_of
 from posttrain.reports.curves import write_curves
 from posttrain.reports.report import write_report
@@ -132,7 +132,7 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
     config = config.model_copy(update={"devices": own_device(config.devices, ranks.local, ranks.size)})
     job = start_job(config, config.models[0], run, checkpoint, ranks)
     data = job.data()
-    job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
+    job = replace(with_room(job, data), watch=watch)
     return recipe_of(config.method).train(job, data)
 
 

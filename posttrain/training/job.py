@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import LEARNED_POSITIONS, base_of, check_positions, positions_of, set_eos_token_ids
-from posttrain.models.lean import enable_gradient_checkpointing
+from posttrain.models.graphs import PackGraphs, without_graphs
+from posttrain.models.lean import draws, enable_gradient_checkpointing
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
-from posttrain.models.lora import add_lora, continues, load_lora, set_start
+from posttrain.models.lora import add_lora, continues, fuse, load_lora, set_start
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
 from posttrain.optim.adamw import AdamW
@@ -40,6 +42,7 @@ from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.checks import Finding
 from posttrain.runs.finding import is_inside
 from posttrain.runs.run import Run
+from posttrain.scoring import ValueScorer
 from posttrain.training.best import Watch
 
 MANY_DROPPED = 0.1  # share of overlong rows dropped, above which a warning is logged
@@ -49,9 +52,10 @@ MANY_DROPPED = 0.1  # share of overlong rows dropped, above which a warning is l
 class Job:
     """One model to train. A resumed run continues from `checkpoint`.
 
-    `gradient_checkpointing` and `keeps_engine` come from the memory estimate (posttrain/planning): whether backward
-    recomputes each layer's activations, and whether the engine keeps its keys and values between rollouts. `watch` may
-    end the run early. `router_aux_loss_coef` is the weight of the routers' load-balancing loss.
+    `gradient_checkpointing`, `keeps_engine` and `cuda_graphs` come from the memory estimate (posttrain/planning):
+    whether backward recomputes each layer's activations, whether the engine keeps its keys and values between rollouts,
+    and whether there is room for CUDA graphs. `watch` may end the run early. `router_aux_loss_coef` weighs the
+    routers' load-balancing loss.
     """
 
     config: RunConfig
@@ -65,6 +69,7 @@ class Job:
     ranks: Ranks
     router_aux_loss_coef: float
     keeps_engine: bool = True
+    cuda_graphs: bool = False
     watch: Watch | None = None
 
     @classmethod
@@ -203,6 +208,7 @@ class Job:
             whole = source.model_copy(update={"load_in_4bit": False})
             published = load_model(whole, head, self.dtype, torch.device("cpu")) if lora.init == "loftq" else None
             set_start(adapted, lora, published, resumed=self.checkpoint is not None)
+        fuse(adapted)
         if continued and self.config.method.refers_to_itself:
             with_adapter(adapted, self.model, START)
         return adapted
@@ -256,13 +262,24 @@ class Job:
             "loraplus_lr_ratio": training.loraplus_lr_ratio,
             "ema_decay": training.ema_decay,
         }
-        if kind := {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer):
-            return kind(policy, self.dtype, **settings)
+        kind = {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer, AdamW)
         if self.ranks.in_step:
-            return ShardedAdamW(policy, self.dtype, ranks=self.ranks, **settings)
-        if self.offloads():
-            return AdamWCPUOffload(policy, self.dtype, device=self.device, **settings)
-        return AdamW(policy, self.dtype, **settings)
+            kind = partial(ShardedAdamW, ranks=self.ranks)
+        elif self.offloads():
+            kind = partial(AdamWCPUOffload, device=self.device)
+        optimizer = kind(policy, self.dtype, **settings)
+        masters = {optimizer.parameters[name]: master for name, master in optimizer.masters.items()}
+        optimizer.graphs = self.capture(policy.model if isinstance(policy, ValueScorer) else policy, masters)
+        return optimizer
+
+    def capture(self, model: nn.Module, masters: Mapping[nn.Parameter, torch.Tensor]) -> PackGraphs | None:
+        """Let CUDA graphs replay the model's passes over packs, if nothing rules it out."""
+        why = without_graphs(self.config, base_of(model).config, self.dtype, self.device, self.ranks.size)
+        if why is not None or not self.cuda_graphs:
+            if self.device.type == "cuda" and masters:
+                log.info("CUDA graphs are off: %s", why or "the GPU has no room for them")
+            return None
+        return PackGraphs(model, masters, eager_in_training=self.gradient_checkpointing and draws(model))
 
     def offloads(self) -> bool:
         """Whether optimizer state is kept in CPU memory and the model on a GPU. On a CPU, AdamW needs no offload."""

@@ -275,6 +275,7 @@ class Loop:
     def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> None:
         """Like `evaluate`, but with the method's own `measure`, which is called with each set's name and examples."""
         self.policy.eval()
+        self.optimizer.release()  # sampling may need the memory
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
             metrics |= {f"{prefix_of(name)}{key}": value for key, value in measure(name, dataset).items()}

@@ -179,6 +179,7 @@ def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
     settings = reference_settings(job.model, path)
     model = load_model(settings, "lm", job.dtype, job.device, stay=job.ranks.in_step).requires_grad_(False)
     job.distribute(model)
+    job.capture(model, {})
     return model
 
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from posttrain.base.errors import DamagedError, RunError
 from posttrain.base.files import table_beside
 from posttrain.base.log import log
@@ -218,6 +220,8 @@ def memory_settings(config: RunConfig) -> str:
     others = []
     if training.gradient_checkpointing is not True:
         others.append("set training.gradient_checkpointing=true")
+    if training.cuda_graphs and torch.cuda.is_available():
+        others.append("set training.cuda_graphs=false")
     if any(model.lora is None for model in config.models):
         others.append("train adapters only (model.lora=true)")
     if any(reward.loads_model for reward in config.rewards):

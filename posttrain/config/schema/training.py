@@ -61,6 +61,10 @@ class TrainingConfig(Settings):
         "auto", "Whether to recompute activations in the backward pass: slower, less memory."
     )
 
+    cuda_graphs: Literal["auto", False] = setting(
+        "auto", "Whether a GPU replays a pack's passes as CUDA graphs; auto: where the model and the settings allow it."
+    )
+
     def check(self) -> Conflicts:
         steps = self.warmup_steps
         if steps >= 1 and steps != int(steps):

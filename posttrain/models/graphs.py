@@ -1,0 +1,362 @@
+"""CUDA graphs: work that a GPU repeats on the same addresses, launched by one call instead of kernel by kernel.
+
+At 2k tokens, launching the thousands of kernels of a training pass takes longer than running them. `PackGraphs` replays
+the backbone's passes over packs, forward and, with gradients, backward; heads and losses stay as they are. What differs
+between packs (tokens, positions, ends) is copied to fixed addresses. Gradients are added at fixed addresses too.
+
+A pass is captured when a pack's width is met again, so the first passes, which compile kernels, run as usual. What is
+captured is compared with an ordinary pass at once. If any bit differs, or if capturing fails, the run continues without
+graphs and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from posttrain.base.log import log
+from posttrain.batch import Pack
+from posttrain.config import RunConfig
+from posttrain.models.attention import PackedMask, lacking_for_triton
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, trains_rows
+from posttrain.models.nodes import Paths
+
+MOST = 32  # passes that are captured; others stay as they are
+STEP = 256  # tokens by which widths differ, at least
+LONG = (
+    6144  # tokens from which a pass takes as long as its launches, so that a faster attention gains more than a graph
+)
+FAILED: list[torch.cuda.CUDAGraph] = []  # kept, because the allocator refers to them
+T = TypeVar("T")
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # one, because cuBLAS keeps a workspace for each
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Context that runs on another stream, as work must before it is captured."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def capture(run: Callable[[], T], others: Iterable[torch.cuda.CUDAGraph]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Capture what `run` launches, without running it. The graph shares the memory of `others`."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    pool: Any = next((other.pool() for other in others), None) or torch.cuda.graph_pool_handle()
+    gc.collect()  # nodes of autograd that a reference cycle keeps belong to another stream
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            return graph, run()
+    except Exception:
+        # Where CUDA has ended the capture, PyTorch leaves its stream and its allocator as they were in it.
+        torch.cuda.set_stream(stream)
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        with suppress(Exception):
+            torch._C._cuda_releasePool(stream.device_index, pool)
+        FAILED.append(graph)
+        raise
+
+
+def addresses(weights: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return where the weights are; a graph reads them there."""
+    return [(weight.data_ptr(), weight.dtype, weight.shape) for weight in weights]
+
+
+def adapters_of(model: nn.Module) -> list[Any]:
+    """Return the modules that have adapters."""
+    return [module for module in model.modules() if hasattr(module, "merged_adapters") and hasattr(module, "scaling")]
+
+
+def states_of(adapters: Iterable[Any]) -> tuple[Any, ...]:
+    """Return which adapters are active and how much they add."""
+    return tuple(
+        (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
+        for module in adapters
+    )
+
+
+def without_graphs(
+    config: RunConfig, shape: PreTrainedConfig, dtype: torch.dtype, device: torch.device, ranks: int
+) -> str | None:
+    """Why a model's passes are not replayed as CUDA graphs; None if they may be."""
+    family, rollout, text = FAMILIES.get(shape.model_type, UNKNOWN), config.rollout, shape.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    by_rows = not family.packed or any(model.attention not in ("auto", "packed") for model in config.models)
+    lacks_kernels = torch.cuda.is_available() and lacking_for_triton() is not None  # a plan may be for another machine
+    colocated = config.method.samples_completions and rollout.engine == "vllm" and rollout.vllm.base_url is None
+    reasons = {
+        "training.cuda_graphs is false": not config.training.cuda_graphs,
+        "they need a GPU": device.type != "cuda",
+        "there are several ranks": ranks > 1,
+        "gradients are in CPU memory": config.training.optimizer == "adamw_cpu_offload",
+        "attention runs without FlexAttention": dtype == torch.float32 or lacks_kernels,
+        f"packs of {shape.model_type} are computed row by row": by_rows,
+        f"{shape.model_type} has recurrent layers": family.recurrent,
+        f"{shape.model_type} has experts": hasattr(text, "num_experts_per_tok"),
+        "layers are dropped at random": getattr(text, "layerdrop", 0) > 0,
+        "positions depend on the longest sequence": bool(ropes & {"dynamic", "longrope"}),
+        "PEFT looks up new tokens": any(model.lora is not None and model.new_tokens for model in config.models),
+        "vLLM needs their memory": colocated,
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
+
+
+def padded(pack: Pack) -> Pack:
+    """Return the pack with tokens that see only themselves, so that few widths occur: eight between one and its double,
+    but multiples of STEP."""
+    tokens = len(pack.tokens_T)
+    step = max(STEP, 1 << max(tokens.bit_length() - 4, 0))
+    more = torch.arange(tokens, -(-tokens // step) * step, device=pack.tokens_T.device)
+    if not len(more):
+        return pack
+    tails = {"tokens_T": torch.zeros_like(more), "position_T": torch.zeros_like(more), "end_T": more + 1}
+    return replace(pack, **{name: torch.cat([getattr(pack, name), tail]) for name, tail in tails.items()})
+
+
+class _Key(NamedTuple):
+    width: int
+    learns: bool  # whether there is a backward pass
+    mode: tuple[Any, ...]  # training or evaluation, and the state of adapters
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A captured pass, and the tensors at its addresses."""
+
+    pack: Pack
+    forward: torch.cuda.CUDAGraph
+    hidden_T: Tensor
+    backward: torch.cuda.CUDAGraph | None = None
+    grad_T: Tensor | None = None  # the gradient of hidden_T
+
+
+class PackGraphs:
+    """The backbone's passes over packs. `masters`: where the gradient of each trained weight is summed; empty: none."""
+
+    NAME = "_posttrain_graphs"  # the model's attribute
+    VARYING = ("tokens_T", "position_T", "end_T")
+
+    def __init__(self, model: nn.Module, masters: Mapping[nn.Parameter, Tensor], eager_in_training: bool):
+        """`eager_in_training`: whether passes in training mode draw random numbers that no graph can."""
+        self._model, base = model, base_of(model)
+        self._backbone, self._embeddings = backbone_of(base), base.get_input_embeddings()
+        self._adapters, self._eager_in_training = adapters_of(model), eager_in_training
+        inside = set(self._backbone.modules())
+        others = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
+        self._trained = [p for p in self._backbone.parameters() if p in masters]
+        self._outside = [p for p in self._trained if p in others]  # such as embeddings that are the head's weight too
+        self._outside_masters = [masters[p] for p in self._outside]
+        self._outside_grads: list[Tensor] = []  # their gradients of the last pass
+        self._masters = [masters[p] for p in self._trained if p not in others]
+        self._start = torch.zeros(0, requires_grad=bool(self._trained))  # an input that makes the hidden states learn
+        self._weights = [*model.parameters(), *model.buffers()]
+        self._addresses: list[tuple[Any, ...]] = []
+        self._passes: dict[_Key, _Pass] = {}
+        self._met: dict[_Key, tuple[int, Pack]] = {}  # how often, and the last pack
+        self._waiting: weakref.ref[_Token] | None = None  # of the forward pass whose backward pass has not come yet
+        self.is_off = trains_rows(self._embeddings)
+        self.replays = 0
+        self.kept: set[Tensor] = set()  # the masters whose gradients have fixed addresses
+        model.__dict__[self.NAME] = self
+
+    def states(self, pack: Pack) -> Tensor:
+        """Return the last hidden states of a pack's tokens, with gradients if they are on: (T, D), and further rows, to
+        which the pack is padded."""
+        learns, pack = torch.is_grad_enabled() and self._start.requires_grad, padded(pack)
+        if len(pack.tokens_T) >= LONG and (paths := PackedMask(pack).paths) is not None:
+            return self._run(pack, paths)
+        if self.is_off or self._is_special() or (learns and self._waits()):
+            return self._run(pack)
+        if (now := addresses(self._weights)) != self._addresses:
+            self.release()
+            self._addresses = now
+        key = _Key(len(pack.tokens_T), learns, self._mode())
+        if key not in self._passes:
+            times, _ = self._met.get(key, (0, None))
+            self._met[key] = times + 1, pack
+            if learns or not times or self._is_full(learns):  # those with gradients are captured between updates
+                return self._run(pack)
+            self._capture(key)
+            if self.is_off:
+                return self._run(pack)
+        made = self._passes[key]
+        for name in self.VARYING:
+            getattr(made.pack, name).copy_(getattr(pack, name))
+        self.replays += 1
+        if learns:
+            return _Replay.apply(self, made, self._start, *self._outside)
+        made.forward.replay()
+        return made.hidden_T.clone()  # the next replay overwrites it
+
+    def prepare(self) -> None:
+        """Capture the passes with gradients that were met more than once, widest first: later ones fit into the memory
+        of earlier ones. Call it before an update, while there are no gradients."""
+        if self._waits():
+            return
+        mode, learning = self._mode(), [key for key in self._passes if key.learns]
+        due = [key for key, (times, _) in self._met.items() if key.learns and times > 1 and key.mode == mode]
+        if due and learning and max(due).width > max(learning).width:
+            for key in learning:  # captured again after the wider one
+                self._met[key] = 2, self._passes.pop(key).pack
+            due += [key for key in learning if key.mode == mode]
+        for key in sorted(due, reverse=True):
+            if not (self.is_off or self._is_full(learns=True)):
+                self._capture(key)
+        if self.is_off:
+            for master in self.kept:
+                master.grad = None
+            self.kept.clear()
+
+    def release(self) -> None:
+        """Drop the graphs, and with them their memory."""
+        self._passes.clear()
+        self._met.clear()
+
+    def forget(self) -> None:
+        """Set the gradients of `kept` to 0."""
+        if self.kept:
+            torch._foreach_zero_([master.grad for master in self.kept])
+
+    def _is_full(self, learns: bool) -> bool:
+        return sum(key.learns is learns for key in self._passes) >= MOST
+
+    def _mode(self) -> tuple[Any, ...]:
+        return self._model.training, *states_of(self._adapters)
+
+    def _is_special(self) -> bool:
+        """Whether this pass does what no graph can: draw some kinds of random numbers, call hooks (NEFTune), or make
+        tensors that no other pass may change."""
+        draws = self._model.training and self._eager_in_training
+        return draws or bool(self._embeddings._forward_hooks) or torch.is_inference_mode_enabled()
+
+    def _waits(self) -> bool:
+        """Whether the backward pass of a replayed forward pass has not come yet, which needs that pass's memory."""
+        return self._waiting is not None and self._waiting() is not None
+
+    def _run(self, pack: Pack, paths: Paths | None = None) -> Tensor:
+        inputs, mask = {"input_ids": pack.tokens_T[None], "position_ids": pack.position_T[None]}, PackedMask(pack)
+        mask.paths = paths
+        return self._backbone(**inputs, use_cache=False, packed=mask).last_hidden_state[0]
+
+    def _backward(self, hidden_T: Tensor, grad_T: Tensor) -> None:
+        """Add to the masters' gradients. Those of weights that are used outside too go to `_outside_grads`, because
+        autograd sums them with the others in the weights' dtype, as in an ordinary pass."""
+        hidden_T.backward(grad_T)
+        for master, grad in zip(self._outside_masters, self._outside_grads, strict=True):
+            grad.zero_() if master.grad is None else grad.copy_(master.grad)
+            master.grad = None
+
+    def _capture(self, key: _Key) -> None:
+        _, pack = self._met.pop(key)
+        try:
+            self._passes[key] = self._captured(pack, key.learns)
+            log.debug("captured a pass of %d tokens as a CUDA graph", key.width)
+        except Exception as error:  # of PyTorch, Triton or a library that the model calls
+            self.release()
+            self.is_off = True
+            if key.learns:
+                for tensor in (*self._masters, *self._outside_masters, *self._trained):
+                    tensor.grad = None
+                self.kept.clear()
+            log.warning("training continues without CUDA graphs: %s", str(error).strip().partition("\n")[0])
+
+    def _captured(self, pack: Pack, learns: bool) -> _Pass:
+        """Capture a pass. Raises RuntimeError if PyTorch cannot, or if a replay differs from an ordinary pass."""
+        pack = replace(pack, **{name: getattr(pack, name).clone() for name in self.VARYING})
+        device = pack.tokens_T.device
+        others = [made.forward for key, made in self._passes.items() if key.learns is learns]
+        if learns and not self._outside_grads:
+            self._outside_grads = [torch.zeros_like(weight) for weight in self._outside]
+        with same_numbers(device):
+            with beside(device):
+                want = self._run(pack)
+                grad_T = want.detach().clone()  # any gradient
+                if learns:
+                    self._backward(want, grad_T)
+                want = want.detach()
+            given = [master for master in self._masters if learns and master.grad is not None]
+            norms = self._norms(given)
+            for master in given:
+                if master not in self.kept:
+                    master.grad = torch.zeros_like(master)
+            self.kept.update(given)
+        with same_numbers(device):
+            forward, hidden_T = capture(lambda: self._run(pack), others)
+            made = _Pass(pack, forward, hidden_T.detach())
+            if learns:
+                made.grad_T = grad_T
+                made.backward, _ = capture(lambda: self._backward(hidden_T, grad_T), [forward])
+                self.forget()
+                for grad in self._outside_grads:
+                    grad.zero_()
+        with same_numbers(device):
+            forward.replay()
+            if made.backward is not None:
+                made.backward.replay()
+        is_same = torch.equal(made.hidden_T, want) and torch.equal(self._norms(given), norms)
+        if learns:
+            self.forget()
+        if not is_same:
+            raise RuntimeError("a replayed pass differs from an ordinary one")
+        return made
+
+    def _norms(self, masters: Iterable[Tensor]) -> Tensor:
+        """Return the norms of the masters' gradients and of `_outside_grads`."""
+        grads = [*(master.grad for master in masters), *self._outside_grads]
+        return torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
+
+
+class _Token:
+    """Lives as long as a replayed forward pass may still be followed by its backward pass."""
+
+
+class _Replay(torch.autograd.Function):
+    """A captured pass: its forward, and in backward the gradients of all weights."""
+
+    @staticmethod
+    def forward(ctx, graphs: PackGraphs, made: _Pass, start: Tensor, *outside: Tensor) -> Tensor:
+        made.forward.replay()
+        ctx.graphs, ctx.made, ctx.token = graphs, made, _Token()
+        graphs._waiting = weakref.ref(ctx.token)
+        return made.hidden_T.detach()
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        made, [grad_T] = ctx.made, grad_outputs
+        if ctx.graphs._waiting is None or ctx.graphs._waiting() is not ctx.token:
+            raise RuntimeError("the memory of this pass was used again: a replayed pass has one backward pass")
+        made.grad_T.copy_(grad_T)
+        made.backward.replay()
+        ctx.graphs._waiting = None
+        return None, None, None, *(grad.clone() for grad in ctx.graphs._outside_grads)
+
+
+@contextmanager
+def same_numbers(device: torch.device) -> Iterator[None]:
+    """Context that leaves the device's random numbers as they were."""
+    module: Any = torch.cuda if device.type == "cuda" else torch
+    state = module.get_rng_state()
+    try:
+        yield
+    finally:
+        module.set_rng_state(state)

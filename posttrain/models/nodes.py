@@ -1,0 +1,133 @@
+"""The nodes of a pack's trees, and attention over their paths by FlashAttention 4 (flash-attn-4, on Hopper).
+
+FlashAttention 4 takes sequences of different lengths, but no trees. So the keys of every node's path are gathered, one
+path after another, and a node's queries see the keys of its path up to themselves. This is faster than FlexAttention
+where nodes are long, and slower where they are short: `pays` knows both from measurements.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.batch import sent
+
+BLOCK = 128  # tokens of one block of FlexAttention's mask
+HEADS = (64, 96, 128, 256)  # sizes that FlashAttention 4 supports
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens that see the same earlier tokens: one call of the attention kernel."""
+
+    start: int
+    stop: int
+    before: tuple[slice, ...]  # the physical tokens of the segment's ancestors, which all of its tokens see
+
+    @property
+    def seen(self) -> int:
+        """The number of the ancestors' tokens."""
+        return sum(part.stop - part.start for part in self.before)
+
+    def mask(self, position_T: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Return a mask to add to the logits of the ancestors' keys, then of the segment's own; None: a causal mask."""
+        length = self.stop - self.start
+        if not self.seen and (window is None or length <= window):
+            return None
+        own = torch.ones(length, self.seen + length, dtype=torch.bool, device=position_T.device).tril(self.seen)
+        if window is not None:
+            query = position_T[self.start : self.stop]
+            key = torch.cat([position_T[part] for part in self.before] + [query])
+            own &= query[:, None] - key[None, :] < window
+        return torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The keys of the nodes' paths: G gathered keys of M nodes."""
+
+    token_G: Tensor | None  # the token of each gathered key; None: every node is its own path
+    order_G: Tensor  # the gathered keys, by their tokens
+    copies_T: Tensor  # how often each token is gathered
+    query_M: Tensor  # start of each node's queries, and the end of the last, int32
+    key_M: Tensor  # start of each node's keys, and the end of the last, int32
+    longest: tuple[int, int]  # queries of a node, and keys
+
+    @classmethod
+    def of(cls, nodes: Sequence[Segment], device: torch.device) -> Paths:
+        paths = [(*node.before, slice(node.start, node.stop)) for node in nodes]
+        token = np.concatenate([np.arange(part.start, part.stop) for path in paths for part in path])
+        queries = np.array([node.stop - node.start for node in nodes])
+        keys = queries + [node.seen for node in nodes]
+        starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
+        parts = [token, np.argsort(token, kind="stable"), np.bincount(token, minlength=nodes[-1].stop), *starts]
+        whole = sent(torch.from_numpy(np.concatenate(parts)), device)
+        token_G, order_G, copies_T, query_M, key_M = whole.split([len(part) for part in parts])
+        shared = None if len(token) == nodes[-1].stop else token_G
+        longest = int(queries.max()), int(keys.max())
+        return cls(shared, order_G, copies_T, query_M.int(), key_M.int(), longest)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """query (1, H, T, d), key and value (1, H_kv, T, d) -> (1, H, T, d)."""
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        if self.token_G is not None:
+            k, v = (Gathered.apply(tensor, self.token_G, self.order_G, self.copies_T) for tensor in (k, v))
+        out = flash_attention()(
+            q, k, v, cu_seqlens_q=self.query_M, cu_seqlens_k=self.key_M, max_seqlen_q=self.longest[0],
+            max_seqlen_k=self.longest[1], softmax_scale=scaling, causal=True, deterministic=True,
+            window_size=(None, None) if window is None else (window - 1, 0),
+        )  # fmt: skip
+        return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
+
+
+class Gathered(torch.autograd.Function):
+    """x[token_G] for x (T, H, d). The gradients of a token's copies are summed in float32, in their order."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, token_G: Tensor, order_G: Tensor, copies_T: Tensor) -> Tensor:
+        ctx.save_for_backward(order_G, copies_T)
+        return x.index_select(0, token_G)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        order_G, copies_T = ctx.saved_tensors
+        grad = grad_outputs[0].index_select(0, order_G).float()
+        sums = torch.segment_reduce(grad, "sum", lengths=copies_T, unsafe=True)
+        return sums.to(grad_outputs[0].dtype), None, None, None
+
+
+def pays(nodes: Sequence[Segment]) -> bool:
+    """Whether FlashAttention 4 is faster for these nodes, by the milliseconds of a layer's forward and backward pass.
+
+    Both lines are fitted to what one H200 took for 16 heads of 128 and four packs of 8,192 tokens (docs/gpu.md): one
+    sequence, a pair, a prompt with eight completions, sixteen rows.
+    """
+    flash, flex = 0.47, 0.59
+    for node in nodes:
+        length, seen = node.stop - node.start, node.seen
+        flash += 0.03 + 0.0425e-6 * length * (seen + length / 2)
+        flex += 1.234e-3 * (length / BLOCK) * (seen / BLOCK + (length / BLOCK + 1) / 2)
+    gathered = sum(node.seen + node.stop - node.start for node in nodes) if any(node.before for node in nodes) else 0
+    return flash + 44e-6 * gathered < flex
+
+
+@functools.cache
+def has_flash_attention() -> bool:
+    """Whether FlashAttention 4 can be used: a Hopper GPU, and posttrain[hopper]."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn.cute"))
+
+
+@functools.cache
+def flash_attention() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func

@@ -1,0 +1,129 @@
+"""Attention over gathered paths, as FlashAttention 4 computes it, is attention in the tree. In its place PyTorch's
+attention is called once for every sequence, with the same arguments."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu.right import SHAPES, tree
+from posttrain.batch import Example, pack
+from posttrain.models import attention, nodes
+from posttrain.models.attention import How, PackedMask
+from posttrain.models.graphs import padded
+from posttrain.models.nodes import Gathered, Paths, Segment, pays
+
+CPU = torch.device("cpu")
+
+
+def varlen(
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size,
+    deterministic,
+):
+    """flash_attn_varlen_func: causal from the bottom right."""
+    assert causal and deterministic and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert len(cu_seqlens_q) == len(cu_seqlens_k) and q.is_contiguous() and k.is_contiguous()
+    left, right = window_size
+    parts = []
+    pairs = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    for (start, stop), (first, last) in pairs:
+        queries, keys = stop - start, last - first
+        assert 0 < queries <= max_seqlen_q and queries <= keys <= max_seqlen_k
+        row, column = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)[None]
+        mask = column <= row
+        if left is not None:
+            assert right == 0
+            mask &= row - column <= left
+        one = [x.transpose(0, 1)[None] for x in (q[start:stop], k[first:last], v[first:last])]
+        out = nn.functional.scaled_dot_product_attention(*one, mask, scale=softmax_scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts), None
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(nodes, "flash_attention", lambda: varlen)
+
+
+def pack_of(shape):
+    [whole] = pack([Example((tree(each),), row) for row, each in enumerate(SHAPES[shape])], 1 << 14)
+    return whole
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paths_are_the_tree(shape, window):
+    """Outputs and gradients, padded packs too."""
+    for whole in (pack_of(shape), padded(pack_of(shape))):
+        mask, tokens = PackedMask(whole), len(whole.tokens_T)
+        torch.manual_seed(0)
+        given = [torch.randn(1, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2)]
+        got = Paths.of(mask.nodes, CPU).attend(*given, 0.3, window)
+        want = nn.functional.scaled_dot_product_attention(*given, mask.dense(window), scale=0.3, enable_gqa=True)
+        real = slice(0, whole.num_tokens)
+        torch.testing.assert_close(got[:, :, real], want[:, :, real], rtol=0, atol=1e-5)
+        weight = torch.randn_like(got)
+        weight[:, :, whole.num_tokens :] = 0
+        sides = [torch.autograd.grad((out * weight).sum(), given) for out in (got, want)]
+        for ours, theirs in zip(*sides, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_gradients_of_copies_are_summed_in_float32():
+    """In bfloat16 a sum of 300 ones would end at 256."""
+    token = torch.tensor([1, 0, 1, 2] + [1] * 298)
+    order, copies = token.argsort(stable=True), torch.bincount(token, minlength=4)
+    x = torch.ones(4, 2, 3, dtype=torch.bfloat16, requires_grad=True)
+    Gathered.apply(x, token, order, copies).sum().backward()
+    assert x.grad.dtype == torch.bfloat16 and x.grad[:, 0, 0].tolist() == [1, 300, 1, 0]
+
+
+def test_nothing_is_gathered_without_ancestors():
+    assert Paths.of(PackedMask(pack_of("rows")).nodes, CPU).token_G is None
+    assert Paths.of(PackedMask(pack_of("a pair")).nodes, CPU).token_G is not None
+
+
+def segments(*lengths: tuple[int, int]) -> list[Segment]:
+    """Nodes of (ancestors' tokens, own tokens)."""
+    return [Segment(seen, seen + own, (slice(0, seen),) if seen else ()) for seen, own in lengths]
+
+
+def test_the_faster_one_of_each_measured_shape():
+    """docs/gpu.md has the milliseconds of both for packs of 8,192 tokens."""
+    assert pays(segments((0, 8192)))
+    assert pays(segments((0, 4096), (4096, 2048), (4096, 2048)))
+    assert not pays(segments((0, 1024), *[(1024, 896)] * 8))
+    assert not pays(segments(*[(0, 512)] * 16))
+    assert not pays(segments(*[(0, 60)] * 100))
+
+
+def test_where_it_is_used(monkeypatch):
+    """On Hopper with the package, for long nodes, without a cap of the logits, for heads of its sizes."""
+    whole = pack_of("a sequence")
+    assert PackedMask(whole).paths is None
+    monkeypatch.setattr(attention, "has_flash_attention", lambda: True)
+    assert isinstance(PackedMask(whole).paths, Paths) and PackedMask(pack_of("rows")).paths is None
+    monkeypatch.setattr(attention, "suits_flex", lambda query, dropout: True)
+    called = []
+    monkeypatch.setattr(Paths, "attend", lambda self, *given: called.append("paths"))
+    monkeypatch.setattr(attention, "flex_attend", lambda *given: called.append("flex"))
+    monkeypatch.setattr(PackedMask, "blocks", lambda self, window: None)
+
+    class OnCard(torch.Tensor):
+        is_cuda = True
+
+    for size, softcap in ((128, None), (128, 50.0), (80, None)):
+        query = torch.zeros(1, 4, 8, size).as_subclass(OnCard)
+        PackedMask(whole).attend(nn.Identity(), query, query, query, How(1.0, 0.0, None, softcap))
+    assert called == ["paths", "flex", "flex"]
