@@ -235,9 +235,8 @@ def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lam
         failed = False
     finally:
         if os.getpid() != process:  # the child would continue as a second trainer in the same folder
-            os.write(
-                2, f"{name} has forked a process that returned; it is ended here (it should call os._exit)\n".encode()
-            )
+            said = f"{name} has forked a process that returned; it is ended here (it should call os._exit)\n"
+            os.write(2, said.encode())
             os._exit(1)
         if (now := folder_of_process()) != folder and not over():
             os.chdir(folder)
@@ -263,9 +262,7 @@ def folder_of_process() -> str | None:
 
 def _state() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
     """Settings of the process and thread, each with its setter."""
-    state: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)
-    }
+    state: dict[str, Any] = {"the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)}
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_default_device"):
         state["torch's default dtype"] = torch.get_default_dtype(), torch.set_default_dtype

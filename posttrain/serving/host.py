@@ -21,7 +21,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.data.codec import Codec
 from posttrain.data.render import RenderRequest, rendered
-from posttrain.data.rows import Row, RowError, Turns
+from posttrain.data.rows import Row, RowError
 from posttrain.data.templates import choose_template
 from posttrain.data.tokenise import Tokeniser
 from posttrain.engines import Sampling, stop_token_ids
@@ -30,7 +30,7 @@ from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
 from posttrain.rewards.compose import Rewards as EpisodeRewards
-from posttrain.rewards.learned import LearnedReward
+from posttrain.rewards.learned import LearnedReward, Prompts
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
 from posttrain.serving.record import TITLE, Recorder
 from posttrain.serving.texts import Bound
@@ -250,9 +250,7 @@ class Rewards:
         self._thread = ThreadPoolExecutor(1, "posttrain-reward")
         self._bound = Bound(self._reward.tokenizer, int(min(self._reward.longest, MOST_REWARDED)))
 
-    async def __call__(
-        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
-    ) -> list[float]:
+    async def __call__(self, prompts: Prompts, completions: Sequence[str], truncated: Sequence[bool]) -> list[float]:
         def rewards() -> list[float]:
             for prompt, completion in zip(prompts, completions, strict=True):
                 turns = [prompt] if isinstance(prompt, str) else [str(turn["content"]) for turn in prompt]
