@@ -285,9 +285,7 @@ class WorkerProcess:
         return reply if isinstance(reply, dict) else None
 
 
-def _start(
-    arguments: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int
-) -> subprocess.Popen[bytes]:
+def _start(arguments: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int) -> subprocess.Popen:
     command = [sys.executable, "-P", "-m", "posttrain.grading.worker", *arguments]
     root, nothing = os.path.abspath(os.sep), subprocess.DEVNULL
     return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=nothing, env=environment, cwd=root)
