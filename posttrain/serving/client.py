@@ -149,14 +149,7 @@ class ModelServers:
                 self._servers.popitem()[1].end()
 
 
-SETTINGS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "max_tokens": int,
-    "seed": int,
-}
+SETTINGS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int}
 
 
 @dataclass
