@@ -81,10 +81,7 @@ Event = Token | Ended | Failed
 
 class JoiningStepper(Stepper):
     """A stepper whose rows have different sampling settings: `jobs(start, stop)` returns the jobs of a range of rows.
-
-    The log-probabilities that it stores are those of the model, before temperature and filters, or those after
-    (`Job.processed`).
-    """
+    It stores the model's log-probabilities, before temperature and filters, or those after (`Job.processed`)."""
 
     def __init__(self, policy: torch.nn.Module, device: torch.device):
         super().__init__(policy, Sampling(), device)

@@ -31,9 +31,7 @@ FinishReason = Literal["stop", "length"]
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How completions are sampled. The filters apply in transformers' order: temperature, top_k, top_p, min_p.
-
-    `temperature` 0 is greedy decoding, with log-probabilities at temperature 1.
-    """
+    `temperature` 0 is greedy decoding, with log-probabilities at temperature 1."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # smallest set of most likely tokens with this total probability; 1: all
@@ -79,11 +77,8 @@ Finished = Callable[[int, list[Completion]], None]  # takes the index of a promp
 
 
 class Engine(ABC):
-    """Generates completions.
-
-    A completion's random stream depends only on its prompt's seed and its number: in float32 the same seed gives the
-    same tokens, whatever the other requests are.
-    """
+    """Generates completions. A completion's random stream depends only on its prompt's seed and its number: in float32
+    the same seed gives the same tokens, whatever the other requests are."""
 
     policy: nn.Module
     version: int
@@ -273,11 +268,8 @@ class StopSearch:
 
 def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = False) -> tuple[int, ...]:
     """Return the stop tokens of the policy: the tokenizer's end of text, and those in the model's
-    generation_config.json.
-
-    With `turns`, the tokenizer's chat template writes the prompts. Its end of turn is then also a stop token, because a
-    base model's tokenizer may declare a different one.
-    """
+    generation_config.json. With `turns`, the chat template writes the prompts, and its end of turn is a stop token too,
+    because a base model's tokenizer may declare a different one."""
     end = end_of_turn(tokenizer) if turns else None
     ids = [tokenizer.eos_token_id, *eos_token_ids(base_of(policy)), None if end is None else end[0]]
     return tuple(dict.fromkeys(id for id in ids if id is not None))

@@ -67,10 +67,8 @@ class Past:
 
 
 class Resuming:
-    """The new tokens of conversations in the engine's slots: each token sees its conversation up to itself.
-
-    Their keys and values are written behind those of the conversation's past, which are in the slots.
-    """
+    """The new tokens of conversations in the engine's slots: each token sees its conversation up to itself. Their keys
+    and values are written behind those of the conversation's past, which are in the slots."""
 
     def __init__(self, cache: Cache, slots: Sequence[int], seen: Sequence[int], counts: Sequence[int]):
         self.cache, self.parts = cache, []
@@ -221,10 +219,8 @@ def converse(
     engine: Engine, started: Started, sampling: Sampling, *, follow: Follow, longest: int, branching: bool = False
 ) -> None:
     """Hold conversations of at most `longest` tokens each. `follow` is called in this thread, in no particular order.
-    With `branching`, conversations may begin with the tokens of others (`Turn.branches_from`).
-
-    Raises what a future has raised. `num_generations` of `sampling` is not read.
-    """
+    With `branching`, conversations may begin with the tokens of others (`Turn.branches_from`). Raises what a future has
+    raised. `num_generations` of `sampling` is not read."""
     sampling = replace(sampling, num_generations=1)
     own = getattr(engine, "converse", None)  # of an engine that keeps conversations between their turns
     if own is not None:

@@ -106,11 +106,8 @@ def same_relation(gold: str, answer: str, sign: str = "=") -> bool:
 
 
 def parse(text: str, odd: bool = False) -> sympy.Expr:
-    r"""The expression of a tidy string. Raises Unreadable.
-
-    The root `\sqrt[3]{a}` of a negative number is the real root; if `odd`, so is the root of a negated expression.
-    `a^{1/3}` is the principal value.
-    """
+    r"""The expression of a tidy string. Raises Unreadable. The root `\sqrt[3]{a}` of a negative number is the real one;
+    if `odd`, so is the root of a negated expression. `a^{1/3}` is the principal value."""
     text = _PRIMED.sub(_with_primes, text)
     depth = max(accumulate((c in OPENING) - (c in CLOSING) for c in text), default=0)
     if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or depth > DEEPEST:

@@ -40,9 +40,7 @@ class Judgement:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
-
-    `check_gold(gold, **options)` may raise BadGold; if it does not, `judge(completion, gold, **options)` is called.
-    """
+    `check_gold(gold, **options)` may raise BadGold; if it does not, `judge(completion, gold, **options)` is called."""
 
     check_gold: Callable[..., None]
     judge: Callable[..., Judgement]

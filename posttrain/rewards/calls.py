@@ -38,11 +38,8 @@ class ChangedError(RewardError):
 
 
 class Caller:
-    """Calls one function in another thread, one call at a time.
-
-    As long as deadlines are met, all calls run in the same thread and event loop, so that resources of the function,
-    such as a client's connections, remain usable.
-    """
+    """Calls one function in another thread, one call at a time. As long as deadlines are met, all calls run in the same
+    thread and event loop, so that resources of the function, such as a client's connections, remain usable."""
 
     def __init__(self, name: str):
         self._name = name
@@ -150,11 +147,8 @@ class _Worker(threading.Thread):
 
 @contextmanager
 def output_logged(name: str) -> Iterator[None]:
-    """Log each line that this context writes to `sys.stdout` or `sys.stderr` as "name: line", to keep progress bars
-    intact.
-
-    Other threads write as before. Without the handlers of posttrain/runs/logs.py, as in a notebook, nothing changes.
-    """
+    """Log what this context writes to `sys.stdout` or `sys.stderr` as lines "name: line", to keep progress bars intact.
+    Other threads write as before. Without the handlers of posttrain/runs/logs.py, as in a notebook, nothing changes."""
     if not any(handler.level <= logging.INFO for handler in log.handlers):
         yield
         return

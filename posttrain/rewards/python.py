@@ -89,11 +89,8 @@ class RewardFunction:
 
     def noted(self, columns: Mapping[str, Sequence[Any]], state: TrainerState) -> tuple[list[float | None], Notes]:
         """The numbers, and what the function has noted. Besides the columns, a function may take TRL's `trainer_state`,
-        `log_extra` and `log_metric`.
-
-        Raises RewardError if the function fails on the last try or returns anything else, and OverdueError if it
-        exceeds its deadline.
-        """
+        `log_extra` and `log_metric`. Raises RewardError if the function fails on the last try or returns anything else,
+        and OverdueError if it exceeds its deadline."""
         count = len(columns["completions"])
         missing = [name for name in self._needs if name not in (*columns, *OFFERED_BESIDE)]
         if missing:

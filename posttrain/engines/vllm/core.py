@@ -61,10 +61,8 @@ def import_vllm() -> ModuleType:
 
 
 class Core:
-    """A model in vLLM. It has no weights until the first `load`. Stop strings need a `tokenizer`.
-
-    Several threads may call `generate`. Their requests run together, and any of the threads may run the next step.
-    """
+    """A model in vLLM. It has no weights until the first `load`. Stop strings need a `tokenizer`. Several threads may
+    call `generate`. Their requests run together, and any of the threads may run the next step."""
 
     def __init__(
         self,
@@ -152,10 +150,8 @@ class Core:
     def generate(
         self, mark: str, requests: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
     ) -> list[list[RawCompletion]]:
-        """Return the completions of each request. `tick` is called after every step.
-
-        Raises VitalSignError if the loaded weights are not those with the mark `mark`.
-        """
+        """Return the completions of each request. `tick` is called after every step. Raises VitalSignError if the
+        loaded weights are not those with the mark `mark`."""
         texts = StopTexts(sampling.stop, self.tokenizer)
         stops = set(sampling.stop_token_ids)
         groups: list[list[Any]] = [[None] * len(request.limits) for request in requests]

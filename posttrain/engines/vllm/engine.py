@@ -213,10 +213,8 @@ def _files_of(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str] | Non
 
 
 class Servers:
-    """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py).
-
-    Raises EngineError if a server is absent at the start, runs another version, is silent, or is lost too often.
-    """
+    """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py). Raises EngineError if a
+    server is absent at the start, runs another version, is silent, or is lost too often."""
 
     def __init__(self, settings: VllmConfig, model: Mapping[str, Any], ranks: Ranks):
         self._settings, self._model, self._ranks = settings, model, ranks
@@ -347,11 +345,8 @@ def fingerprint(policy: nn.Module) -> int:
 
 @torch.no_grad()
 def weights_of(policy: nn.Module) -> Iterator[Named]:
-    """Yield every weight of the model once, with active adapters merged into a copy.
-
-    Merged layers are computed one at a time, on demand. The policy is not changed. Raises ModelError for quantised
-    weights.
-    """
+    """Yield every weight of the model once, with active adapters merged into copies, which are made one at a time, on
+    demand. The policy is not changed. Raises ModelError for quantised weights."""
     base = base_of(policy)
     if getattr(base, "is_quantized", False):
         raise ModelError(
