@@ -48,8 +48,7 @@ class RawCompletion:
 
 def import_vllm() -> ModuleType:
     """Import vLLM. Raises ConfigError if it is not installed, does not load, or has an unsupported version."""
-    for name, value in ENVIRONMENT.items():
-        os.environ[name] = value
+    os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     vllm = need("vllm", "vllm", "rollout.engine: vllm")
     if not vllm.__version__.startswith(VERSIONS):
