@@ -50,11 +50,8 @@ class RolloutPack:
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """A sampled completion of a prompt: its tokens, which of them are trained, and the reward.
-
-    A total reward of None drops the completion from the update. Raises ValueError unless each trained token has a
-    log-probability.
-    """
+    """A sampled completion of a prompt: its tokens, which of them are trained, and the reward; a total of None drops it
+    from the update. Raises ValueError unless each trained token has a log-probability."""
 
     group: int  # the index of the completion's prompt in the rollout
     tokens: Sequence[int]  # without the prompt, with the stop token
@@ -312,11 +309,8 @@ def _of_completions(packed: Pack, leaves: Sequence[Branch], start_S: Tensor) -> 
 
 
 def turns_of(episodes: Sequence[Trajectory | None], reward_S: Tensor, length_S: Tensor) -> Turns:
-    """The turns of completions with these rewards and numbers of trained tokens.
-
-    Each turn has the reward that the environment gave it. What the completion's reward has beyond their sum belongs to
-    the last turn.
-    """
+    """The turns of completions with these rewards and numbers of trained tokens. Each turn has the reward that the
+    environment gave it. What the completion's reward has beyond their sum belongs to the last turn."""
     rewards: list[float] = []
     lengths: list[int] = []
     owners: list[int] = []

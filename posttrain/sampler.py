@@ -28,6 +28,8 @@ from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import RewardInput, TrainerState
 from posttrain.rollout import Rollout, SampledCompletion, with_groups
 
+Requests = Sequence[tuple[int, Example, int]]  # prompts with their index in the step and their seed
+
 
 def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, ...], seed: int) -> Sampling:
     """The rollout settings as an engine's `Sampling`."""
@@ -112,13 +114,8 @@ class Sampler:
         completions = sorted(chain(*made), key=attrgetter("group"))
         return Rollout(prompts, completions) if self.episodes is None else of_episodes(prompts, completions)
 
-    def _generate(
-        self, requests: Sequence[tuple[int, Example, int]], n: int, version: int, forest: Forest | None
-    ) -> list[SampledCompletion]:
-        """The rewarded completions of prompts, which are given with their index in the step and their seed.
-
-        The engine is called even if there are no prompts, because the ranks share its servers.
-        """
+    def _generate(self, requests: Requests, n: int, version: int, forest: Forest | None) -> list[SampledCompletion]:
+        """The rewarded completions. The engine is called even without prompts, because the ranks share its servers."""
         if self.episodes is not None:
             return self._act(self.episodes, requests, n, version, forest)
         prompts = [np.asarray(prompt.trees[0].tokens) for _, prompt, _ in requests]
@@ -144,12 +141,7 @@ class Sampler:
         ]
 
     def _act(
-        self,
-        episodes: Episodes,
-        requests: Sequence[tuple[int, Example, int]],
-        n: int,
-        version: int,
-        forest: Forest | None,
+        self, episodes: Episodes, requests: Requests, n: int, version: int, forest: Forest | None
     ) -> list[SampledCompletion]:
         """The rewarded episodes of prompts, each as one completion of several turns; their prompts may be longer."""
         facts, seeds = [_facts(prompt) for _, prompt, _ in requests], [seed for _, _, seed in requests]

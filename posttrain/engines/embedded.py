@@ -7,7 +7,6 @@ are removed, the last rows move into the gaps, and new prompts enter when a comp
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 
 import torch
 from torch import nn
@@ -17,8 +16,8 @@ from posttrain.base.errors import ModelError
 from posttrain.engines.cache import FEWEST_COLUMNS, Room, cache_tokens
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
-from posttrain.engines.protocol import Completion, Engine, Finished, Request, Sampling, StopTexts, checked_requests
-from posttrain.engines.turns import Conversing, Follow, Turn
+from posttrain.engines.protocol import Completed, Engine, Finished, Request, Sampling, StopTexts, checked_requests
+from posttrain.engines.turns import Conversing, Follow, Started, Turn
 from posttrain.models.families import FAMILIES, UNKNOWN, base_of, check_positions, head_layer, is_packed, trains_rows
 from posttrain.models.matmul import packed_weights
 
@@ -67,9 +66,7 @@ class EmbeddedEngine(Engine):
         self.release()
         self._kept = None
 
-    def _completed(
-        self, requests: list[Request], sampling: Sampling, finished: Finished | None
-    ) -> list[list[Completion]]:
+    def _completed(self, requests: list[Request], sampling: Sampling, finished: Finished | None) -> Completed:
         base, head = base_of(self.policy), head_layer(self.policy)
         if not requests:
             return []
@@ -84,13 +81,7 @@ class EmbeddedEngine(Engine):
                 raise
 
     def converse(
-        self,
-        started: Sequence[Future[Turn | None]],
-        sampling: Sampling,
-        *,
-        follow: Follow,
-        longest: int,
-        branching: bool = False,
+        self, started: Started, sampling: Sampling, *, follow: Follow, longest: int, branching: bool = False
     ) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
         base, head = base_of(self.policy), head_layer(self.policy)

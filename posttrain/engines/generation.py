@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.batch import Example, Node, pack
 from posttrain.engines.attention import Prefill, Shape
@@ -19,7 +19,7 @@ from posttrain.engines.cache import FEWEST_COLUMNS, Buffers, Cache, Room
 from posttrain.engines.decode import DecodeState, Recordings, StaticStepper, Stepper
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopSearch, StopTexts, not_finite
 from posttrain.engines.sampling import keys
-from posttrain.models.attention import width_step
+from posttrain.models.attention import Visible, width_step
 from posttrain.models.families import backbone_of, base_of
 
 MOST_KEPT = 4  # maximum number of sampling settings (a run's, its evaluations') whose state and graphs are kept
@@ -213,24 +213,26 @@ class Generation:
         """Whether the group can enter now."""
         return len(self.rows) + len(group.numbers) <= self.room.rows and len(self.groups) < self.room.groups
 
-    def prefill(self, fresh: list[Group]) -> torch.Tensor:
+    def prefill(self, fresh: list[Group]) -> Tensor:
         """Run each prompt once and store its keys and values in the cache. Return the last hidden states (G, D)."""
         examples = [Example((Node(group.request.tokens),), index) for index, group in enumerate(fresh)]
         budget = max(TOKENS_PER_PREFILL, *(len(group.request.tokens) for group in fresh))
         step = width_step(self.device, budget)
-        backbone = backbone_of(base_of(self.policy))
         parts, order = [], []
         for packed in pack(examples, budget, keep_last=True, pad_to=step):
             owners = packed.group_S.tolist()
             packed = packed.to(self.device)
             mask = Prefill(packed, self.cache, [fresh[owner].slot for owner in owners])
-            out = backbone(
-                input_ids=packed.tokens_T[None], position_ids=packed.position_T[None], use_cache=False, packed=mask
-            )
-            hidden = out.last_hidden_state[0]  # for all tokens, or only for the last ones (models/lean.py)
-            parts.append(hidden if len(hidden) == len(owners) else hidden[packed.last_S])
+            parts.append(self.last_states(packed.tokens_T, packed.position_T, mask, len(owners)))
             order += owners
         return torch.cat(parts)[self.tensor(order).argsort()]
+
+    def last_states(self, tokens_T: Tensor, position_T: Tensor, mask: Visible, count: int) -> Tensor:
+        """Run the model, and return the last hidden states (count, D) of the tokens that `mask` reads."""
+        tokens, positions, backbone = tokens_T[None], position_T[None], backbone_of(base_of(self.policy))
+        out = backbone(input_ids=tokens, position_ids=positions, use_cache=False, packed=mask)
+        hidden = out.last_hidden_state[0]  # for all tokens, or only for the last ones (models/lean.py)
+        return hidden if len(hidden) == count else hidden[mask.read]
 
     def retire(self) -> None:
         """Remove finished rows and close the gaps."""
@@ -321,5 +323,5 @@ class Generation:
         state.length_G[groups] = self.tensor([len(group.request.tokens) for group in self.groups])
         state.age_G[groups] = self.tensor([group.age for group in self.groups])
 
-    def tensor(self, values: Sequence[int]) -> torch.Tensor:
+    def tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -81,10 +81,7 @@ Event = Token | Ended | Failed
 
 class JoiningStepper(Stepper):
     """A stepper whose rows have different sampling settings: `jobs(start, stop)` returns the jobs of a range of rows.
-
-    The log-probabilities that it stores are those of the model, before temperature and filters, or those after
-    (`Job.processed`).
-    """
+    It stores the model's log-probabilities, before temperature and filters, or those after (`Job.processed`)."""
 
     def __init__(self, policy: torch.nn.Module, device: torch.device):
         super().__init__(policy, Sampling(), device)
@@ -106,7 +103,9 @@ class JoiningStepper(Stepper):
         position_R, done_R, total_R = state.count_R[rows].clone(), state.done_R[rows], logits.logsumexp(-1)
         token_R, ended_R = state.token_R[rows].clone(), torch.zeros_like(done_R)
         processed_R = torch.zeros_like(total_R)
-        for sampling, numbers in by_key((_deciding(job.sampling), index) for index, job in enumerate(jobs)).items():
+        # Only the settings that decide how a token is sampled; the others have one value.
+        same = {"seed": 0, "num_generations": 1, "max_completion_length": 1, "stop": ()}
+        for sampling, numbers in by_key((replace(job.sampling, **same), at) for at, job in enumerate(jobs)).items():
             index = torch.tensor(numbers, device=self.device)
             own, keys = logits[index], state.key_R2[rows][index]  # a copy, which sampling overwrites
             token, processed_R[index] = sample_tokens(own, sampling, self.words_V, keys, position_R[index])
@@ -131,11 +130,6 @@ class JoiningStepper(Stepper):
         values, ids = logits.topk(min(most, logits.shape[-1]))
         pairs = zip(ids.tolist(), (values - total_R[:, None]).tolist(), strict=True)
         return [[*zip(*pair, strict=True)][: job.alternatives] for job, pair in zip(jobs, pairs, strict=True)]
-
-
-def _deciding(sampling: Sampling) -> Sampling:
-    """Only the settings that decide how a token is sampled; the others have one value."""
-    return replace(sampling, seed=0, num_generations=1, max_completion_length=1, stop=())
 
 
 class Joining(Generation):

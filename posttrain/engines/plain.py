@@ -20,16 +20,7 @@ from transformers import (
 
 from posttrain.base.imports import replaced
 from posttrain.engines.embedded import evaluating
-from posttrain.engines.protocol import (
-    Completion,
-    Engine,
-    Finished,
-    Request,
-    Sampling,
-    StopTexts,
-    in_batches,
-    not_finite,
-)
+from posttrain.engines.protocol import Completed, Completion, Engine, Finished, Request, Sampling, StopTexts, in_batches
 from posttrain.engines.sampling import keys, sample_tokens, token_words
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import base_of, logit_softcap, positions_of
@@ -53,9 +44,7 @@ class TransformersEngine(Engine):
         self.tokenizer, self.max_rows = tokenizer, max_rows
         self.load(policy, version)
 
-    def _completed(
-        self, requests: list[Request], sampling: Sampling, finished: Finished | None
-    ) -> list[list[Completion]]:
+    def _completed(self, requests: list[Request], sampling: Sampling, finished: Finished | None) -> Completed:
         base, texts = base_of(self.policy), StopTexts(sampling.stop, self.tokenizer)
         batches = _batches(requests, max(1, self.max_rows // sampling.num_generations), positions_of(base.config))
         # Without the model's generation defaults (penalties, stop tokens): only the given settings apply.
@@ -65,7 +54,7 @@ class TransformersEngine(Engine):
 
     def _batch(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, texts: StopTexts
-    ) -> list[list[Completion]]:
+    ) -> Completed:
         n, device = sampling.num_generations, base.device
         width = max(len(request.tokens) for request in requests)
         prompts = torch.zeros(len(requests), width, dtype=torch.int64)
@@ -134,14 +123,11 @@ class _Sampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, token_B[:, None], 0.0)
 
     def completions(self, version: int) -> list[Completion]:
-        tokens, logprobs = torch.stack(self.tokens, 1).tolist(), torch.stack(self.logprobs, 1)
-        completions = []
-        for row, count in enumerate(self.count_B.tolist()):
-            if not logprobs[row, :count].isfinite().all():
-                raise not_finite()
-            reason = "stop" if self.stopped_B[row] else "length"
-            completions.append(Completion(tokens[row][:count], logprobs[row, :count].tolist(), reason, version))
-        return completions
+        of_rows = torch.stack(self.tokens, 1), torch.stack(self.logprobs, 1), self.count_B, self.stopped_B
+        return [
+            Completion(tokens[:count], logprobs[:count], "stop" if stopped else "length", version)
+            for tokens, logprobs, count, stopped in zip(*(x.tolist() for x in of_rows), strict=True)
+        ]
 
 
 @contextlib.contextmanager

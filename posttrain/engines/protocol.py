@@ -14,6 +14,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Literal
 
 from torch import nn
@@ -30,9 +31,7 @@ FinishReason = Literal["stop", "length"]
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How completions are sampled. The filters apply in transformers' order: temperature, top_k, top_p, min_p.
-
-    `temperature` 0 is greedy decoding, with log-probabilities at temperature 1.
-    """
+    `temperature` 0 is greedy decoding, with log-probabilities at temperature 1."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # smallest set of most likely tokens with this total probability; 1: all
@@ -73,15 +72,13 @@ class Completion:
     seconds: float = field(default=0.0, compare=False)  # the completion's share of the engine's time
 
 
+Completed = list[list[Completion]]  # the completions of each prompt
 Finished = Callable[[int, list[Completion]], None]  # takes the index of a prompt, and its completions
 
 
 class Engine(ABC):
-    """Generates completions.
-
-    A completion's random stream depends only on its prompt's seed and its number: in float32 the same seed gives the
-    same tokens, whatever the other requests are.
-    """
+    """Generates completions. A completion's random stream depends only on its prompt's seed and its number: in float32
+    the same seed gives the same tokens, whatever the other requests are."""
 
     policy: nn.Module
     version: int
@@ -94,7 +91,7 @@ class Engine(ABC):
         seeds: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
         finished: Finished | None = None,
-    ) -> list[list[Completion]]:
+    ) -> Completed:
         """Return `sampling.num_generations` completions of every prompt, in order.
 
         `seeds`: one per prompt; by default derived from `sampling.seed` and the prompt's index. `limits`: a limit for
@@ -114,9 +111,7 @@ class Engine(ABC):
         return vocabulary_of(base), positions_of(base.config)
 
     @abstractmethod
-    def _completed(
-        self, requests: list[Request], sampling: Sampling, finished: Finished | None
-    ) -> list[list[Completion]]:
+    def _completed(self, requests: list[Request], sampling: Sampling, finished: Finished | None) -> Completed:
         """`generate` for checked prompts."""
 
     def load(self, policy: nn.Module, version: int) -> None:
@@ -131,17 +126,17 @@ class Engine(ABC):
 
 
 def in_batches(
-    batches: Iterable[Sequence[Request]],
-    sample: Callable[[Sequence[Request]], list[list[Completion]]],
-    finished: Finished | None,
-) -> list[list[Completion]]:
+    batches: Iterable[Sequence[Request]], sample: Callable[[Sequence[Request]], Completed], finished: Finished | None
+) -> Completed:
     """The completions of all batches of prompts. A batch's time is divided among its completions in proportion to
-    their tokens, and its prompts are reported to `finished`."""
-    groups: list[list[Completion]] = []
+    their tokens, and its prompts are reported to `finished`. Raises `not_finite`."""
+    groups: Completed = []
     for batch in batches:
         began, completions = time.perf_counter(), sample(batch)
-        seconds, tokens = time.perf_counter() - began, sum(len(one.tokens) for group in completions for one in group)
-        per_token = seconds / max(1, tokens)
+        seconds, every = time.perf_counter() - began, [one for group in completions for one in group]
+        if not all(isfinite(value) for one in every for value in one.logprobs):
+            raise not_finite()
+        per_token = seconds / max(1, sum(len(one.tokens) for one in every))
         groups += [[replace(one, seconds=len(one.tokens) * per_token) for one in group] for group in completions]
         if finished is not None:
             for request in batch:
@@ -273,11 +268,8 @@ class StopSearch:
 
 def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = False) -> tuple[int, ...]:
     """Return the stop tokens of the policy: the tokenizer's end of text, and those in the model's
-    generation_config.json.
-
-    With `turns`, the tokenizer's chat template writes the prompts. Its end of turn is then also a stop token, because a
-    base model's tokenizer may declare a different one.
-    """
+    generation_config.json. With `turns`, the chat template writes the prompts, and its end of turn is a stop token too,
+    because a base model's tokenizer may declare a different one."""
     end = end_of_turn(tokenizer) if turns else None
     ids = [tokenizer.eos_token_id, *eos_token_ids(base_of(policy)), None if end is None else end[0]]
     return tuple(dict.fromkeys(id for id in ids if id is not None))

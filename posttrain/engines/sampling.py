@@ -12,11 +12,11 @@ the errors of all tokens.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from posttrain.engines.protocol import Sampling, mix64
 
-WORD = 0xFFFFFFFF
 # Odd 32-bit multipliers, as signed integers, whose products spread every bit (Wellons, "lowbias32").
 SPREAD_1, SPREAD_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 over the golden ratio: multiples of it are far apart
@@ -25,15 +25,8 @@ LARGEST = 1 - 2.0**-24  # the largest float32 below 1
 
 def keys(streams: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Return the keys of random streams, each given as (seed, completion number): int32 (len(streams), 2)."""
-    words = []
-    for seed, number in streams:
-        mixed = mix64(mix64(seed & (1 << 64) - 1) + number + 1)
-        words.append([_signed(mixed & WORD), _signed(mixed >> 32)])
-    return torch.tensor(words, dtype=torch.int32, device=device).view(-1, 2)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
+    mixed = [mix64(mix64(seed & (1 << 64) - 1) + number + 1) for seed, number in streams]
+    return torch.from_numpy(np.array(mixed, "<u8").view("<i4").reshape(-1, 2)).to(device)  # the lower 32 bits first
 
 
 def _hash(x: torch.Tensor) -> torch.Tensor:

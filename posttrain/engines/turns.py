@@ -28,7 +28,6 @@ from posttrain.engines.cache import Cache
 from posttrain.engines.generation import Generation, Group, Memory, Slot
 from posttrain.engines.protocol import Completion, Engine, Request, Sampling, StopTexts
 from posttrain.models.attention import How
-from posttrain.models.families import backbone_of, base_of
 
 WAIT_S = 0.05  # seconds of a wait for tools, so that Ctrl-C is handled in between
 KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
@@ -46,6 +45,7 @@ class Turn:
     branches_from: int | None = None  # of a prompt: the index of the conversation that begins with the same tokens
 
 
+Started = Sequence[Future[Turn | None]]  # of each conversation: its prompt, or None if there is none
 Follow = Callable[[int, Completion], "Future[Turn | None] | None"]  # index of a conversation, reply
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (K, L, d) by layer
 
@@ -62,17 +62,13 @@ class Past:
         """The conversation's first `keep` tokens."""
         if keep is None:
             return self
-        layers = {
-            number: (keys[:, : keep - 1], values[:, : keep - 1]) for number, (keys, values) in self.layers.items()
-        }
+        layers = {index: (keys[:, : keep - 1], values[:, : keep - 1]) for index, (keys, values) in self.layers.items()}
         return Past(self.index, self.tokens[:keep], layers)
 
 
 class Resuming:
-    """The new tokens of conversations in the engine's slots: each token sees its conversation up to itself.
-
-    Their keys and values are written behind those of the conversation's past, which are in the slots.
-    """
+    """The new tokens of conversations in the engine's slots: each token sees its conversation up to itself. Their keys
+    and values are written behind those of the conversation's past, which are in the slots."""
 
     def __init__(self, cache: Cache, slots: Sequence[int], seen: Sequence[int], counts: Sequence[int]):
         self.cache, self.parts = cache, []
@@ -108,7 +104,7 @@ class Conversing(Generation):
     def __init__(
         self,
         memory: Memory,
-        started: Sequence[Future[Turn | None]],
+        started: Started,
         version: int,
         rows_step: int,
         texts: StopTexts,
@@ -216,26 +212,15 @@ class Conversing(Generation):
             positions += range(known, len(group.request.tokens))
         mask = Resuming(self.cache, [group.slot for group in groups], seen, [len(tokens) for tokens in new])
         tokens = self.tensor([token for part in new for token in part])
-        backbone = backbone_of(base_of(self.policy))
-        out = backbone(input_ids=tokens[None], position_ids=self.tensor(positions)[None], use_cache=False, packed=mask)
-        hidden = out.last_hidden_state[0]
-        return hidden if len(hidden) == len(groups) else hidden[mask.read]
+        return self.last_states(tokens, self.tensor(positions), mask, len(groups))
 
 
 def converse(
-    engine: Engine,
-    started: Sequence[Future[Turn | None]],
-    sampling: Sampling,
-    *,
-    follow: Follow,
-    longest: int,
-    branching: bool = False,
+    engine: Engine, started: Started, sampling: Sampling, *, follow: Follow, longest: int, branching: bool = False
 ) -> None:
     """Hold conversations of at most `longest` tokens each. `follow` is called in this thread, in no particular order.
-    With `branching`, conversations may begin with the tokens of others (`Turn.branches_from`).
-
-    Raises what a future has raised. `num_generations` of `sampling` is not read.
-    """
+    With `branching`, conversations may begin with the tokens of others (`Turn.branches_from`). Raises what a future has
+    raised. `num_generations` of `sampling` is not read."""
     sampling = replace(sampling, num_generations=1)
     own = getattr(engine, "converse", None)  # of an engine that keeps conversations between their turns
     if own is not None:

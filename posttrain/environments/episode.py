@@ -146,9 +146,7 @@ class Forest:
 
 class Growth:
     """Begins the episodes of a run: those that begin anew at once, branches when the round before them is over.
-
-    `first_turns` are futures. `begin` starts an episode; `repeat` gives a branch its shared turns.
-    """
+    `first_turns` are futures. `begin` starts an episode; `repeat` gives a branch its shared turns."""
 
     def __init__(
         self,

@@ -51,7 +51,11 @@ class Python(Environment):
         try:
             output = _read(reading, deadline)
             while status is None and time.monotonic() < deadline:  # it may go on without its output
-                status = _status(child)
+                ended, found = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    status = found
+                else:
+                    time.sleep(0.002)
         finally:
             if status is None:
                 os.kill(child, signal.SIGKILL)
@@ -71,14 +75,6 @@ def _restricts() -> bool:
     if child == 0:
         os._exit(int(RESTRICTED not in isolate(MEMORY_BYTES)))
     return os.waitpid(child, 0)[1] == 0
-
-
-def _status(child: int) -> int | None:
-    """The status of a process that has ended; None, after a moment, of one that has not."""
-    ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
-        time.sleep(0.002)
-    return status if ended else None
 
 
 def _read(pipe: int, deadline: float) -> bytes:

@@ -49,10 +49,8 @@ class Search(Environment):
 
 
 def _index_of(corpus: Path, text: str, title: str) -> Path:
-    """The index of a file. Raises ValueError, with the line, for a row without a text; OSError if it cannot be written.
-
-    Its name has the columns, and the size and the time of the file, so that another version has another index.
-    """
+    """The index of a file, whose name depends on the columns and on the file's size and time. Raises ValueError, with
+    the line, for a row without a text; OSError if it cannot be written."""
     facts = corpus.stat()
     stamp = hashlib.sha256(json.dumps([facts.st_size, facts.st_mtime_ns, text, title]).encode()).hexdigest()[:12]
     index = corpus.with_name(f"{corpus.name}.{stamp}.fts5")

@@ -220,11 +220,8 @@ class Acted(_Prompted):
             problem = f"the prompt is too long: it has {len(made.prompt):,} tokens, at most {most:,} are allowed"
         elif problem is None and self._suite.rule == OF_ENVIRONMENT and made.reward is None:
             problem = "the environment has no reward"
-        grade = None
-        if problem is not None:
-            grade = Grade("ungraded", reason=problem)
-        elif self._suite.rule == OF_ENVIRONMENT:
-            grade = Grade("scored", made.reward)
+        own = Grade("scored", made.reward) if self._suite.rule == OF_ENVIRONMENT else None
+        grade = own if problem is None else Grade("ungraded", reason=problem)
         return Reply(made.answer, len(made.logprobs), made.finish_reason, seconds, grade, made.stored())
 
 

@@ -55,8 +55,7 @@ def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions,
         store.is_of(content)
         every = [Recorded(one.suite, one.items, records, column, options.num_generations) for one in chosen]
         for items in chosen if len(chosen) > 1 else ():  # so that a wrong rule is found before work starts
-            with Judge(items.suite, options.workers, options.deadline):
-                pass
+            Judge(items.suite, options.workers, options.deadline).close()
         for items, answers in zip(chosen, every, strict=True):
             suite, key = items.suite, items.suite.name
             if answers.unused:
@@ -162,8 +161,7 @@ class _Loaded(ExitStack):
             return
         for suite in [items.suite for items in chosen if items.suite.kind != "preference"]:
             self._refuse_reward_model()
-            with Judge(suite, self._options.workers, self._options.deadline):
-                pass
+            Judge(suite, self._options.workers, self._options.deadline).close()
         for items in chosen:
             if items.suite.kind == "preference":
                 pairs_for(self._model, self.scored, items.suite, self._options)

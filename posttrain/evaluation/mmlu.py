@@ -31,11 +31,9 @@ def rows(source: str, split: str) -> Iterator[Record]:
     for path in files:
         subject = path.stem.removesuffix(f"_{split}")
         for number, cells in enumerate(_cells(path)):
-            value, problem = None, None
+            value, problem = None, f"{len(cells)} cells instead of a question, four options and a letter"
             if len(cells) == 6 and cells[5].strip() in tuple(LETTERS):
-                value = _row(subject, number, cells[0], cells[1:5], LETTERS.index(cells[5].strip()))
-            else:
-                problem = f"{len(cells)} cells instead of a question, four options and a letter"
+                value, problem = _row(subject, number, cells[0], cells[1:5], LETTERS.index(cells[5].strip())), None
             yield Record(row, str(path), number + 1, value, problem)
             row += 1
 

@@ -126,11 +126,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[int, float]:
-    """pass@k by k: 1, 2, 4 ... and `most` completions per prompt, as the mean over prompts.
-
-    None is a completion without a verdict; it is not counted. Prompts with fewer than k counted completions are not in
-    pass@k.
-    """
+    """pass@k by k: 1, 2, 4 ... and `most` completions per prompt, as the mean over the prompts with at least k counted
+    completions. None is a completion without a verdict; it is not counted."""
     judged = [[right for right in group if right is not None] for group in groups]
     return _by_size(judged, most, lambda right, k: pass_at_k(len(right), sum(right), k))
 

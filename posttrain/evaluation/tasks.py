@@ -31,10 +31,8 @@ class Tasks:
 def evaluate_tasks(
     model: ModelConfig, name: str, tasks: Tasks, devices: DevicesConfig, folder: Path, overwrite: bool = False
 ) -> tuple[dict[str, Any], set[str]]:
-    """Run the tasks and add them to the records of the folder. Returns the summary, and the names of the suites.
-
-    A stopped task starts again; a finished task is kept. Raises RunError if it had other settings or another model.
-    """
+    """Run the tasks and add them to the records of the folder. Returns the summary, and the names of the suites. A
+    stopped task starts again; a finished one is kept. Raises RunError if it had other settings or another model."""
     content, ran, summary = content_of(model), set[str](), dict[str, Any]()
     with EvaluationStore(folder, overwrite) as store:
         store.is_of(content)

@@ -120,10 +120,8 @@ def gate_of(facts: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...]]:
 
 
 class FoldedAdapters(Adapter):
-    """Folds an adapter and the adapters merged into its base into one adapter of the original base.
-
-    LoRA factors are concatenated; each adapter's scaling is multiplied into its A factor.
-    """
+    """Folds an adapter and the adapters merged into its base into one adapter of the original base: LoRA factors are
+    concatenated; each adapter's scaling is multiplied into its A factor."""
 
     def __init__(self, source: Source, prompts: Path | None, devices: DevicesConfig, say: Callable[[str], None]):
         adapters, self.base = adapters_of(source)

@@ -82,10 +82,8 @@ def check_weights(original: PreTrainedModel, other: PreTrainedModel, limit: floa
 def diverge(
     original: PreTrainedModel, other: PreTrainedModel, examples: Sequence[Example]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compare the next-token distributions of two policies over the trained tokens of the examples.
-
-    Returns for each prompt, per token: KL(original ‖ quantised) in nats, and 1 where the most likely tokens differ.
-    """
+    """Compare the next-token distributions of two policies over the trained tokens of the examples. Returns for each
+    prompt, per token: KL(original ‖ quantised) in nats, and 1 where the most likely tokens differ."""
     device, kls, flips = original.device, [[] for _ in examples], [[] for _ in examples]
     for start in progress(range(0, len(examples), BATCH), "gate: comparing distributions"):
         for packed in pack(examples[start : start + BATCH], PACK_TOKENS, False, width_step(device, PACK_TOKENS)):

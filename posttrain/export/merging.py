@@ -6,12 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import VitalSignError
 from posttrain.base.memory import release_memory
@@ -86,7 +82,7 @@ def write_and_check(
     to_dtype(model, dtype)
     release_memory()
     model.save_pretrained(folder, max_shard_size=shard)
-    auto: Any = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForSequenceClassification if source.reward else transformers.AutoModelForCausalLM
     loaded = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(model.device).eval()
     want = model.state_dict()
     for name, tensor in loaded.state_dict().items():

@@ -46,10 +46,8 @@ BUILT_IN = table_beside(__file__, "prompts.yaml")
 def prompts_for(
     file: Path | None, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[list[int]], str]:
-    """The first prompts of `file`; without a file, of the run's data; if the run has none, built-in prompts.
-
-    Returns their token ids, and a description of them. Raises DataError if `file` has no usable prompt.
-    """
+    """The token ids of the first prompts of `file`, or else of the run's data, or else of built-in prompts, and a
+    description of them. Raises DataError if `file` has no usable prompt."""
     plain = DataConfig(source="builtin", template="chat" if tokenizer.chat_template else "none")
     prompts: list[Prompt] | None = None
     origin = "built-in prompts"
@@ -89,9 +87,7 @@ def pairs_for(
     options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
     """At most `max_rows` (default: 1,000) pairs, evenly spread, from the files or else the run's validation sets.
-
-    Raises DataError if the files have no usable pair.
-    """
+    Raises DataError if the files have no usable pair."""
     most, config = options.max_rows or GATE_PAIRS, source.config
     if options.gate:
         longest = min(positions_of(model.config) or LONGEST, LONGEST)
@@ -124,10 +120,8 @@ def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
 def completions_for(
     options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
-    """Sample completions from the original model: one for each prompt, or several if there are few prompts.
-
-    An example is a prompt with its completions. Raises DataError if the files have no usable prompt.
-    """
+    """Prompts, each with a completion that is sampled from the original model, or several if there are few prompts.
+    Raises DataError if the files have no usable prompt."""
     prompts, origin = _prompts(options, source.config, model, tokenizer)
     rollout = from_flags(RolloutConfig, options)
     samples = max(1, GATE_COMPLETIONS // len(prompts))

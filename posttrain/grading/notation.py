@@ -11,7 +11,8 @@ from itertools import accumulate
 
 from posttrain.base.files import table_beside
 
-_CHARACTERS = table_beside(__file__, "notation.yaml")
+_KNOWN = table_beside(__file__, "notation.yaml")
+_CHARACTERS, _COMMANDS = _KNOWN["characters"], _KNOWN["commands"]
 _SUPER, _SUB = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n"), str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁻⁺ⁿ]+"), re.compile("[₀-₉ₙ]+")
 # typographic spaces become spaces; the fullwidth forms of ASCII become ASCII
@@ -59,13 +60,6 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-zA-Z])")
 _ARGUMENTS = {"^": 1, "_": 1, r"\sqrt": 1, r"\frac": 2, r"\binom": 2, r"\dbinom": 2, r"\tbinom": 2}
 _TOKENS = re.compile(r"\\[a-zA-Z]+|\\.|\s+|(?<=[\^_])-?\d+|(?<=[\^_] )-?\d+|.")
 _ONE = re.compile(r"\d+(?:\.\d+)?|[a-zA-Z]|\\text\{[^{}]*\}|\([^()]*\)")
-_COMMANDS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\infinity": r"\infty"}
-_COMMANDS |= {r"\ldots": "...", r"\dots": "...", r"\cdots": "...", r"\lbrace": r"\{", r"\rbrace": r"\}"}
-_COMMANDS |= {r"\varnothing": r"\emptyset", r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\vee": r"\text{ or }"}
-_COMMANDS |= {r"\rightarrow": r"\to", r"\dbinom": r"\binom", r"\tbinom": r"\binom"}
-_COMMANDS |= {r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\pounds": "£", r"\euro": "€", r"\yen": "¥", r"\colon": ":"}
-_COMMANDS |= {r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\wedge": r"\text{ and }"}
-_COMMANDS |= {r"\langle": "⟨", r"\rangle": "⟩"}
 _COMMAND = re.compile(r"\\(?:" + "|".join(sorted((c[1:] for c in _COMMANDS), key=len, reverse=True)) + r")(?![a-zA-Z])")
 _NOT_EQUAL = re.compile(r"\\not\s*=|(?<=[\sa-zA-Z])!=|=/=")
 _OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}")

@@ -144,10 +144,7 @@ def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
 
 class Deadlines:
     """Kills workers (calls `kill`) at their deadline, in a separate thread, so that deadlines hold whatever the program
-    does.
-
-    If this process itself was stopped (a sleeping laptop, SIGSTOP, an overloaded machine), deadlines move by that time.
-    """
+    does. While this process itself is stopped (a sleeping laptop, SIGSTOP, an overloaded machine), no time counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -285,9 +282,7 @@ class WorkerProcess:
         return reply if isinstance(reply, dict) else None
 
 
-def _start(
-    arguments: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int
-) -> subprocess.Popen[bytes]:
+def _start(arguments: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int) -> subprocess.Popen:
     command = [sys.executable, "-P", "-m", "posttrain.grading.worker", *arguments]
     root, nothing = os.path.abspath(os.sep), subprocess.DEVNULL
     return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=nothing, env=environment, cwd=root)

@@ -63,12 +63,9 @@ sympy_parser.eval_expr = _refuse
 
 def warm_up() -> None:
     """Fill the grammar's tables and sympy's caches, so that the first expression is not slow."""
-    for gold, answer in (
-        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
-        ("x^{2}+2x+1", "(x+1)^{2}"),
-        (r"\sin^{2} x", "x!"),
-    ):
-        same_expression(gold, answer)
+    same_expression(r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}")
+    same_expression("x^{2}+2x+1", "(x+1)^{2}")
+    same_expression(r"\sin^{2} x", "x!")
     same_relation("y=2x+3", "2x-y+3=0")
 
 
@@ -106,11 +103,8 @@ def same_relation(gold: str, answer: str, sign: str = "=") -> bool:
 
 
 def parse(text: str, odd: bool = False) -> sympy.Expr:
-    r"""The expression of a tidy string. Raises Unreadable.
-
-    The root `\sqrt[3]{a}` of a negative number is the real root; if `odd`, so is the root of a negated expression.
-    `a^{1/3}` is the principal value.
-    """
+    r"""The expression of a tidy string. Raises Unreadable. The root `\sqrt[3]{a}` of a negative number is the real one;
+    if `odd`, so is the root of a negated expression. `a^{1/3}` is the principal value."""
     text = _PRIMED.sub(_with_primes, text)
     depth = max(accumulate((c in OPENING) - (c in CLOSING) for c in text), default=0)
     if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or depth > DEEPEST:

@@ -94,9 +94,7 @@ def read_unit(text: str) -> Unit | None:
     text = text.replace(r"^{\circ}", "°").replace(r"\Omega", "Ω").replace(r"\mu", "μ")
     for _ in range(2):
         text = _PURE_FRACTION.sub(r" \1 / \2 ", text)
-    text = re.sub(
-        r"μ\s+|°\s*(?=[CF]\b)", lambda m: m[0].strip(), _DRESSING.sub(lambda m: f" {m[1] or ''} ", text)
-    ).strip()
+    text = re.sub(r"μ\s+|°\s*(?=[CF]\b)", lambda m: m[0].strip(), _DRESSING.sub(r" \1 ", text)).strip()
     return _product(text) if len(text) <= _LONGEST else None
 
 
@@ -184,7 +182,7 @@ def _known() -> tuple[dict[str, Unit], dict[str, Unit]]:
 
 def sum_of_units(text: str) -> tuple[Fraction, Unit] | None:
     r"""A sum such as `5\text{ feet }3\text{ inches}`, in its last unit; None for anything else."""
-    text = _DRESSING.sub(lambda m: f" {m[1] or ''} ", text).strip()
+    text = _DRESSING.sub(r" \1 ", text).strip()
     total, units, end = Fraction(0), [], 0
     while end < len(text):
         part = _SUM.match(text, end)

@@ -40,9 +40,7 @@ class Judgement:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
-
-    `check_gold(gold, **options)` may raise BadGold; if it does not, `judge(completion, gold, **options)` is called.
-    """
+    `check_gold(gold, **options)` may raise BadGold; if it does not, `judge(completion, gold, **options)` is called."""
 
     check_gold: Callable[..., None]
     judge: Callable[..., Judgement]
@@ -89,12 +87,9 @@ def read_grade(reply: object, seconds: float) -> Grade:
     if verdict in NON_VERDICTS:
         return Grade(verdict, seconds=seconds, reason=str(reply.get("reason"))[:EXTRACTED_CHARACTERS])
     parts, extracted = reply.get("parts"), reply.get("extracted")
-    if not isinstance(parts, dict) or not all(_finite(value) for value in (reply.get("score"), *parts.values())):
+    numbers = [reply.get("score"), *parts.values()] if isinstance(parts, dict) else [None]
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
         return broken
     if extracted is not None and not (isinstance(extracted, str) and len(extracted) <= EXTRACTED_CHARACTERS):
         return broken
     return Grade(verdict, float(reply["score"]), extracted, seconds, {k: float(v) for k, v in parts.items()})
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -38,11 +38,8 @@ class ChangedError(RewardError):
 
 
 class Caller:
-    """Calls one function in another thread, one call at a time.
-
-    As long as deadlines are met, all calls run in the same thread and event loop, so that resources of the function,
-    such as a client's connections, remain usable.
-    """
+    """Calls one function in another thread, one call at a time. As long as deadlines are met, all calls run in the same
+    thread and event loop, so that resources of the function, such as a client's connections, remain usable."""
 
     def __init__(self, name: str):
         self._name = name
@@ -150,11 +147,8 @@ class _Worker(threading.Thread):
 
 @contextmanager
 def output_logged(name: str) -> Iterator[None]:
-    """Log each line that this context writes to `sys.stdout` or `sys.stderr` as "name: line", to keep progress bars
-    intact.
-
-    Other threads write as before. Without the handlers of posttrain/runs/logs.py, as in a notebook, nothing changes.
-    """
+    """Log what this context writes to `sys.stdout` or `sys.stderr` as lines "name: line", to keep progress bars intact.
+    Other threads write as before. Without the handlers of posttrain/runs/logs.py, as in a notebook, nothing changes."""
     if not any(handler.level <= logging.INFO for handler in log.handlers):
         yield
         return
@@ -235,9 +229,8 @@ def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lam
         failed = False
     finally:
         if os.getpid() != process:  # the child would continue as a second trainer in the same folder
-            os.write(
-                2, f"{name} has forked a process that returned; it is ended here (it should call os._exit)\n".encode()
-            )
+            said = f"{name} has forked a process that returned; it is ended here (it should call os._exit)\n"
+            os.write(2, said.encode())
             os._exit(1)
         if (now := folder_of_process()) != folder and not over():
             os.chdir(folder)
@@ -263,9 +256,7 @@ def folder_of_process() -> str | None:
 
 def _state() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
     """Settings of the process and thread, each with its setter."""
-    state: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)
-    }
+    state: dict[str, Any] = {"the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)}
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_default_device"):
         state["torch's default dtype"] = torch.get_default_dtype(), torch.set_default_dtype

@@ -33,7 +33,7 @@ from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
 from posttrain.judges.judge import JudgeInput, SingleJudge
 from posttrain.rewards.calls import OverdueError
 from posttrain.rewards.parts import CompletionReward, Rewarded, RewardInput, RewardPart, TrainerState
-from posttrain.rewards.python import Notes, RewardFunction
+from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 
 
@@ -138,7 +138,11 @@ class Rewards(ExitStack):
             grades = self._graded(term, completions)
             return lambda: [RewardPart(name, term.weight, grade.score, grade) for grade in grades()]
         if isinstance(term, PythonReward):
-            values, notes = _called(self._python[name], completions, state)
+            try:
+                values, notes = self._python[name].noted(_columns(completions), state or TrainerState())
+            except OverdueError as error:
+                values, notes = [None] * len(completions), None
+                log.warning("%s: no reward for %s", error, counted(len(completions), "completion"))
             overdue = None if term.timeout is None else notes is None
             logged = notes.metrics if notes is not None else {}
             parts = [
@@ -218,17 +222,6 @@ def _of_episode(completion: RewardInput, environments: Sequence[str]) -> Iterato
 
 Function = Callable[[Sequence[RewardInput]], Sequence[float | None]]
 Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
-
-
-def _called(
-    function: RewardFunction, completions: Sequence[RewardInput], state: TrainerState | None
-) -> tuple[Sequence[float | None], Notes | None]:
-    """The values of a user's function for the completions, and what it noted; None if it exceeded its deadline."""
-    try:
-        return function.noted(_columns(completions), state or TrainerState())
-    except OverdueError as error:
-        log.warning("%s: no reward for %s", error, counted(len(completions), "completion"))
-        return [None] * len(completions), None
 
 
 def _function(

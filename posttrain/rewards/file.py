@@ -98,10 +98,8 @@ def _by_rule(
     jobs = [GradeRequest(RULES[reward], completion, answer, options) for completion, answer in pairs]
     with Pool(workers, deadline, modules=modules_of([reward])) as pool:
         prove(pool, reward, tags)
-        console.print(
-            f"{pool.workers} workers, each with {', '.join(pool.isolation) or 'no isolation on this platform'}",
-            highlight=False,
-        )
+        isolation = ", ".join(pool.isolation) or "no isolation on this platform"
+        console.print(f"{pool.workers} workers, each with {isolation}")
         return list(progress(pool.stream(jobs), "grading", len(jobs), console))
 
 

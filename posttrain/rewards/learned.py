@@ -18,6 +18,7 @@ from posttrain.models.load import check_embeddings, is_reward_model, load_config
 from posttrain.scoring import RewardScorer, of_sequences
 
 TOKENS_PER_PACK = 8192
+Prompts = Sequence[str | Turns]
 
 
 class LearnedReward:
@@ -52,7 +53,7 @@ class LearnedReward:
 
     def __call__(
         self,
-        prompts: Sequence[str | Turns],
+        prompts: Prompts,
         completions: Sequence[str],
         truncated: Sequence[bool],
         sampled: Sequence[Ids] | None = None,
@@ -71,11 +72,7 @@ class LearnedReward:
         return rewards
 
     def _encode(
-        self,
-        prompts: Sequence[str | Turns],
-        completions: Sequence[str],
-        truncated: Sequence[bool],
-        sampled: Sequence[Ids] | None,
+        self, prompts: Prompts, completions: Sequence[str], truncated: Sequence[bool], sampled: Sequence[Ids] | None
     ) -> list[Trained]:
         rows = [Row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         kinds = {isinstance(prompt, str) for prompt in prompts}

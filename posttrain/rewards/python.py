@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from traceback import walk_tb
 from typing import Any
 
 from posttrain.base.errors import PosttrainError, RewardError
@@ -88,11 +89,8 @@ class RewardFunction:
 
     def noted(self, columns: Mapping[str, Sequence[Any]], state: TrainerState) -> tuple[list[float | None], Notes]:
         """The numbers, and what the function has noted. Besides the columns, a function may take TRL's `trainer_state`,
-        `log_extra` and `log_metric`.
-
-        Raises RewardError if the function fails on the last try or returns anything else, and OverdueError if it
-        exceeds its deadline.
-        """
+        `log_extra` and `log_metric`. Raises RewardError if the function fails on the last try or returns anything else,
+        and OverdueError if it exceeds its deadline."""
         count = len(columns["completions"])
         missing = [name for name in self._needs if name not in (*columns, *OFFERED_BESIDE)]
         if missing:
@@ -193,10 +191,7 @@ def call_function(name: str, *arguments: Any) -> Any:
 def _failure(name: str, function: Callable[..., Any], error: BaseException) -> RewardError:
     """The error of a function that failed, with the user's file and the line, if they are known."""
     code = getattr(function, "__code__", None)
-    trace, line = error.__traceback__, None
-    while trace is not None:
-        if code is not None and trace.tb_frame.f_code.co_filename == code.co_filename:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    where = f" ({Path(code.co_filename).name} line {line})" if code is not None and line else ""
+    file = None if code is None else code.co_filename
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    where = f" ({Path(str(file)).name} line {lines[-1]})" if lines else ""
     return RewardError(f"{name} failed{where} with {type(error).__name__}: {error}")

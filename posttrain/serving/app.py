@@ -31,6 +31,7 @@ from posttrain.serving.wire import Json
 
 TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # names of types that pydantic adds to the location of an error
 
+Record = Callable[[Completion], None]
 EPISODE = "X-Posttrain-Episode"  # the header that names a recorded episode
 GONE_EVERY_S = 0.2  # seconds between two checks whether the client of a waiting request is still connected
 
@@ -218,11 +219,7 @@ def _job(policy: Policy, body: wire.Sampled, form: Form, tokens: list[int], limi
 
 
 async def _replied(
-    request: Request,
-    body: wire.Sampled,
-    policy: Policy,
-    replies: Replies,
-    record: Callable[[Completion], None] = lambda completion: None,
+    request: Request, body: wire.Sampled, policy: Policy, replies: Replies, record: Record = lambda completion: None
 ) -> Response:
     events = _recorded(policy.events(replies.jobs), record)
     if not body.stream:
@@ -248,7 +245,7 @@ async def _replied(
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _recorded(events: AsyncGenerator[Event], record: Callable[[Completion], None]) -> AsyncGenerator[Event]:
+async def _recorded(events: AsyncGenerator[Event], record: Record) -> AsyncGenerator[Event]:
     """The events, of which completions are recorded before they are sent."""
     async with aclosing(events):
         async for event in events:

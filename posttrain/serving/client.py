@@ -103,10 +103,8 @@ def _refusal(response: httpx.Response) -> DataError | EngineError:
 
 
 class ModelServer(Child):
-    """`posttrain serve MODEL` as a child process on a free local port, with a key that only this program knows.
-
-    Raises EngineError with the server's message if the server does not start.
-    """
+    """`posttrain serve MODEL` as a child process on a free local port, with a key that only this program knows. Raises
+    EngineError with the server's message if the server does not start."""
 
     def __init__(self, model: str, options: Sequence[str] = ()):
         key = secrets.token_urlsafe(24)
@@ -149,14 +147,7 @@ class ModelServers:
                 self._servers.popitem()[1].end()
 
 
-SETTINGS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "max_tokens": int,
-    "seed": int,
-}
+SETTINGS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int}
 
 
 @dataclass
@@ -223,11 +214,8 @@ class Talk:
 
 
 def together(replies: Sequence[Iterator[str]]) -> Generator[tuple[int, str]]:
-    """Yield the pieces of all replies, each with the number of its reply. After all replies have ended, raises the
-    first error.
-
-    Closing the iterator closes all replies.
-    """
+    """Yield the pieces of all replies, each with the number of its reply; when all have ended, raise the first error.
+    Closing the iterator closes all replies."""
     found: queue.SimpleQueue[tuple[int, str | BaseException | None]] = queue.SimpleQueue()
     stop = threading.Event()
 

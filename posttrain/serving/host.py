@@ -21,7 +21,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.data.codec import Codec
 from posttrain.data.render import RenderRequest, rendered
-from posttrain.data.rows import Row, RowError, Turns
+from posttrain.data.rows import Row, RowError
 from posttrain.data.templates import choose_template
 from posttrain.data.tokenise import Tokeniser
 from posttrain.engines import Sampling, stop_token_ids
@@ -30,7 +30,7 @@ from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
 from posttrain.rewards.compose import Rewards as EpisodeRewards
-from posttrain.rewards.learned import LearnedReward
+from posttrain.rewards.learned import LearnedReward, Prompts
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
 from posttrain.serving.record import TITLE, Recorder
 from posttrain.serving.texts import Bound
@@ -131,10 +131,8 @@ class Policy:
         self._renderers.shutdown(wait=False, cancel_futures=True)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any, renders: bool = False) -> T:
-        """Run `work` in another thread, so that other requests are answered meanwhile.
-
-        Work that `renders` with the chat template runs in a separate pool and does not delay other work.
-        """
+        """Run `work` in another thread, so that other requests are answered meanwhile. Work that `renders` with the
+        chat template runs in a separate pool and does not delay other work."""
         return await self._loop.run_in_executor(self._renderers if renders else None, work, *arguments)
 
     def codec(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Codec:
@@ -168,10 +166,8 @@ class Policy:
     def scored_tokens(
         self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """The prompt of the last message, and the prompt with that message, rendered as in `chat_tokens`.
-
-        If the template would change the message, the message is appended to the prompt unchanged.
-        """
+        """The prompt of the last message, and the prompt with that message, rendered as in `chat_tokens`. A message
+        that the template would change is appended to the prompt unchanged."""
         prompt = self._chat(turns[:-1], variables)
         try:
             whole = self._chat(turns, variables, continued=True)
@@ -218,10 +214,8 @@ class Policy:
 
 
 def score(policy: nn.Module, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
-    """For each token: its log-probability, the entropy at its position, and the most likely tokens there.
-
-    The token's log-probability equals the one in that list, if listed. The first token has no scores.
-    """
+    """For each token: its log-probability, the entropy at its position, and the most likely tokens there, among which
+    it has the same log-probability. The first token has no scores."""
     result: list[TokenScore] = [(None, None, [])]
     if len(tokens) < 2:
         return result[: len(tokens)]
@@ -250,9 +244,7 @@ class Rewards:
         self._thread = ThreadPoolExecutor(1, "posttrain-reward")
         self._bound = Bound(self._reward.tokenizer, int(min(self._reward.longest, MOST_REWARDED)))
 
-    async def __call__(
-        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
-    ) -> list[float]:
+    async def __call__(self, prompts: Prompts, completions: Sequence[str], truncated: Sequence[bool]) -> list[float]:
         def rewards() -> list[float]:
             for prompt, completion in zip(prompts, completions, strict=True):
                 turns = [prompt] if isinstance(prompt, str) else [str(turn["content"]) for turn in prompt]

@@ -173,10 +173,8 @@ def run(
 
 
 def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
-    """A uvicorn server that limits the number of connections and the time for a request to arrive.
-
-    A second signal ends the process at once. `quiet`: no errors are logged for requests interrupted by the shutdown.
-    """
+    """A uvicorn server that limits the number of connections and the time for a request to arrive. A second signal ends
+    the process at once. `quiet`: no errors are logged for requests interrupted by the shutdown."""
     import uvicorn
 
     class Server(uvicorn.Server):

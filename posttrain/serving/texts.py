@@ -42,11 +42,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token as the API reports it.
-
-    Concatenated, the `text` of all tokens gives the whole text. `bytes` are the token's bytes, even if they are only a
-    part of a character.
-    """
+    """A token as the API reports it. Concatenated, the `text` of all tokens gives the whole text. `bytes` are the
+    token's bytes, even if they are only a part of a character."""
 
     id: int
     text: str

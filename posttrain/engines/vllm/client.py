@@ -31,6 +31,7 @@ from posttrain.engines.vllm.core import VERSIONS, RawCompletion
 from posttrain.engines.vllm.wire import Named, Sender
 
 T = TypeVar("T")
+Body = bytes | memoryview | None  # of a POST request; None: a GET request
 PROGRAM = ["-m", "posttrain.engines.vllm.server"]
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
 POLL_S = 0.5  # seconds between two checks whether a server has come back
@@ -233,18 +234,14 @@ class Server:
         with self._connected() as connection:
             return self._answer(connection, path, None if body is None else json.dumps(body).encode())
 
-    def _answer(
-        self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, tensor: str = ""
-    ) -> dict[str, Any]:
+    def _answer(self, connection: HTTPConnection, path: str, body: Body, tensor: str = "") -> dict[str, Any]:
         answer = json.loads(self._response(connection, path, body, tensor).read())
         if not isinstance(answer, dict):
             raise ValueError("the answer is not a JSON object")
         wire.raise_failure(answer, self.where)
         return answer
 
-    def _response(
-        self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, tensor: str = ""
-    ) -> HTTPResponse:
+    def _response(self, connection: HTTPConnection, path: str, body: Body, tensor: str = "") -> HTTPResponse:
         headers = {"Authorization": f"Bearer {self.at.key}"} if self.at.key else {}
         headers |= {wire.TENSOR_HEADER: tensor} if tensor else {}
         connection.request("GET" if body is None else "POST", path, body, headers)  # pyright: ignore[reportArgumentType]

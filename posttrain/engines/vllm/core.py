@@ -48,8 +48,7 @@ class RawCompletion:
 
 def import_vllm() -> ModuleType:
     """Import vLLM. Raises ConfigError if it is not installed, does not load, or has an unsupported version."""
-    for name, value in ENVIRONMENT.items():
-        os.environ[name] = value
+    os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     vllm = need("vllm", "vllm", "rollout.engine: vllm")
     if not vllm.__version__.startswith(VERSIONS):
@@ -61,10 +60,8 @@ def import_vllm() -> ModuleType:
 
 
 class Core:
-    """A model in vLLM. It has no weights until the first `load`. Stop strings need a `tokenizer`.
-
-    Several threads may call `generate`. Their requests run together, and any of the threads may run the next step.
-    """
+    """A model in vLLM. It has no weights until the first `load`. Stop strings need a `tokenizer`. Several threads may
+    call `generate`. Their requests run together, and any of the threads may run the next step."""
 
     def __init__(
         self,
@@ -152,10 +149,8 @@ class Core:
     def generate(
         self, mark: str, requests: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
     ) -> list[list[RawCompletion]]:
-        """Return the completions of each request. `tick` is called after every step.
-
-        Raises VitalSignError if the loaded weights are not those with the mark `mark`.
-        """
+        """Return the completions of each request. `tick` is called after every step. Raises VitalSignError if the
+        loaded weights are not those with the mark `mark`."""
         texts = StopTexts(sampling.stop, self.tokenizer)
         stops = set(sampling.stop_token_ids)
         groups: list[list[Any]] = [[None] * len(request.limits) for request in requests]

@@ -30,6 +30,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import (
+    Completed,
     Completion,
     Engine,
     Finished,
@@ -54,6 +55,7 @@ Key = tuple[int, int]
 Weights = Callable[[], Iterable[Named]]
 Generate = Callable[[Sequence[Request], Sampling], list[list[RawCompletion]]]
 Adapters = tuple[tuple[bool, tuple[str, ...]], ...]  # per layer: whether its adapters are off, and the active ones
+Wrapped = BaseTunerLayer | ModulesToSaveWrapper
 Prove = Callable[[Generate], None]  # checks that the weights are those of the last push
 
 PROBE_TOKENS = 8
@@ -112,9 +114,7 @@ class VllmEngine(Engine):
         positions = positions_of(base_of(self.policy).config) or self.host.positions
         return self.host.vocabulary, min(self.host.positions, positions)
 
-    def _completed(
-        self, requests: list[Request], sampling: Sampling, finished: Finished | None
-    ) -> list[list[Completion]]:
+    def _completed(self, requests: list[Request], sampling: Sampling, finished: Finished | None) -> Completed:
         StopTexts(sampling.stop, self.tokenizer)  # refuses stop strings without a tokenizer
         check_positions(base_of(self.policy).config, max((request.longest for request in requests), default=0))
         if not requests and self._ranks.size == 1:
@@ -126,11 +126,10 @@ class VllmEngine(Engine):
         at_once = max(1, len(requests) if finished is None else AT_ONCE // sampling.num_generations)
         batches = (requests[start : start + at_once] for start in range(0, max(1, len(requests)), at_once))
 
-        def sample(batch: Sequence[Request]) -> list[list[Completion]]:
-            sampled = _finite(self.host.generate(self._mark, batch, sampling))
+        def sample(batch: Sequence[Request]) -> Completed:
             return [
                 [Completion(r.tokens, r.logprobs, "stop" if r.stopped else "length", self.version) for r in group]
-                for group in sampled
+                for group in self.host.generate(self._mark, batch, sampling)
             ]
 
         return in_batches(batches, sample, finished)
@@ -159,24 +158,20 @@ class VllmEngine(Engine):
         count = min(PROBE_TOKENS, (self._sizes[1] or 0) - len(prompt) + 1)
         if count < 1:
             return
-        [[sampled]] = _finite(generate([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count)))
+        [[sampled]] = generate([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count))
+        logprob_N = torch.tensor(sampled.logprobs)
+        if not logprob_N.isfinite().all():
+            raise not_finite()
         [packed] = pack([Example((Node(prompt, children=(Node(sampled.tokens, trained=True),)),), 0)], 1 << 20)
         with self._scoring, torch.inference_mode(), evaluating(self.policy):
             trainer = Scorer(self.policy)(packed.to(base.device)).logprob_N.float().cpu()
-        difference = (trainer - torch.tensor(sampled.logprobs)).abs().mean().item()
+        difference = (trainer - logprob_N).abs().mean().item()
         if not difference <= ROUNDING.get(base.dtype, ROUNDING[torch.bfloat16]):
             raise VitalSignError(
                 f"vLLM does not serve the weights it was given: after the push of version {self.version} the "
                 f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale "
                 "weights, or computes this model differently: set rollout.engine: embedded, and report this model"
             )
-
-
-def _finite(sampled: list[list[RawCompletion]]) -> list[list[RawCompletion]]:
-    values = torch.tensor([value for group in sampled for completion in group for value in completion.logprobs])
-    if not values.isfinite().all():
-        raise not_finite()
-    return sampled
 
 
 def _host(
@@ -218,10 +213,8 @@ def _files_of(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str] | Non
 
 
 class Servers:
-    """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py).
-
-    Raises EngineError if a server is absent at the start, runs another version, is silent, or is lost too often.
-    """
+    """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py). Raises EngineError if a
+    server is absent at the start, runs another version, is silent, or is lost too often."""
 
     def __init__(self, settings: VllmConfig, model: Mapping[str, Any], ranks: Ranks):
         self._settings, self._model, self._ranks = settings, model, ranks
@@ -352,22 +345,15 @@ def fingerprint(policy: nn.Module) -> int:
 
 @torch.no_grad()
 def weights_of(policy: nn.Module) -> Iterator[Named]:
-    """Yield every weight of the model once, with active adapters merged into a copy.
-
-    Merged layers are computed one at a time, on demand. The policy is not changed. Raises ModelError for quantised
-    weights.
-    """
+    """Yield every weight of the model once, with active adapters merged into copies, which are made one at a time, on
+    demand. The policy is not changed. Raises ModelError for quantised weights."""
     base = base_of(policy)
     if getattr(base, "is_quantized", False):
         raise ModelError(
             "vLLM needs unquantised weights, but this model's weights are quantised (load_in_4bit, or posttrain "
             "quantize): set rollout.engine: embedded"
         )
-    wrapped = {
-        name: module
-        for name, module in base.named_modules()
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
-    }
+    wrapped = {name: module for name, module in base.named_modules() if isinstance(module, Wrapped)}
     done: set[str] = set()
     for name, parameter in base.named_parameters():
         owner = next((prefix for prefix in wrapped if name.startswith(f"{prefix}.")), None)
@@ -379,7 +365,7 @@ def weights_of(policy: nn.Module) -> Iterator[Named]:
                 yield f"{owner}.{inner}", tensor.detach()
 
 
-def _as_switched(module: BaseTunerLayer | ModulesToSaveWrapper) -> nn.Module:
+def _as_switched(module: Wrapped) -> nn.Module:
     """Return the layer without PEFT's wrapper, with active adapters merged."""
     if isinstance(module, ModulesToSaveWrapper):
         on = not module.disable_adapters and module.active_adapters

@@ -28,11 +28,8 @@ Judgement = tuple[Answer, Answer, Preference]  # a completion of each side, and 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """How often a judge prefers B's completions to A's.
-
-    `p`: exact test that wins and losses are equally likely. `p_adjusted`: adjusted for all differences of the suite
-    (Holm).
-    """
+    """How often a judge prefers B's completions to A's. `p`: exact test that wins and losses are equally likely.
+    `p_adjusted`: adjusted for all differences of the suite (Holm)."""
 
     suite: str
     a: str
