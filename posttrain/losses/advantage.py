@@ -120,8 +120,7 @@ def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -
 
     `sequence_N` is ascending, and the tokens of a sequence are in order.
     """
-    zeros = torch.zeros_like(reward_N)
-    return gae(reward_N, zeros, sequence_N, gamma=gamma, lam=1.0)[0]
+    return gae(reward_N, torch.zeros_like(reward_N), sequence_N, gamma=gamma, lam=1.0)[0]
 
 
 def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -64,9 +64,8 @@ class Pairs:
 
     def per_token(self) -> "Pairs":
         """The same pairs with the policy's log-probabilities as means over each completion's tokens."""
-        return self.with_policy(
-            self.chosen_P / self.chosen_length_P.clamp(min=1), self.rejected_P / self.rejected_length_P.clamp(min=1)
-        )
+        chosen_P = self.chosen_P / self.chosen_length_P.clamp(min=1)
+        return self.with_policy(chosen_P, self.rejected_P / self.rejected_length_P.clamp(min=1))
 
 
 @torch.no_grad()

@@ -79,10 +79,8 @@ class RunningMean:
 
     def after(self, value_S: Tensor) -> "RunningMean":
         """The mean including `value_S`."""
-        count = self.count + value_S.numel()
-        return RunningMean(
-            self.mean + (float(value_S.detach().double().mean()) - self.mean) * value_S.numel() / count, count
-        )
+        count, mean = self.count + value_S.numel(), float(value_S.detach().double().mean())
+        return RunningMean(self.mean + (mean - self.mean) * value_S.numel() / count, count)
 
 
 @torch.no_grad()
