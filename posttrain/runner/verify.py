@@ -30,7 +30,7 @@ from posttrain.base.console import PlainConsole
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.words import counted
 from posttrain.config import RunConfig, Stage, TrackingConfig
-from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.checkpoint import list_checkpoints, step_of
 from posttrain.runs.finding import find_runs
 from posttrain.runs.logs import ConsoleLog
 from posttrain.runs.managing.facts import BitComparison, compare_runs
@@ -240,8 +240,7 @@ class Training:
 
     def saved_steps(self) -> int:
         """The number of steps that a resume does not repeat."""
-        newest = [path for run in find_runs(self.root) for path in list_checkpoints(run)[-1:]]
-        return sum(int(path.name.rpartition("-")[2]) for path in newest)
+        return sum(step_of(path) for run in find_runs(self.root) for path in list_checkpoints(run)[-1:])
 
 
 def _identity(run: Path) -> tuple[int, int]:
