@@ -103,8 +103,10 @@ def sample(
         engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
         episodes = None
         if config.environments or config.tools:
-            room = longest or config.data.max_length
-            episodes = resources.enter_context(episodes_of(config, room, engine, policy, tokenizer))
+            room, workers, date = longest or config.data.max_length, rollout.environment_workers, config.data.date
+            limits = Limits.of(rollout, room, policy.config, behavior_version=config.behavior_version)
+            acts = acting(config.environments, config.tools, engine, tokenizer, limits, workers, date)
+            episodes = resources.enter_context(acts)
         rewards = resources.enter_context(rewards_of(config, episodes))
         for temperature in temperatures:
             at = replace(sampling, temperature=temperature)
@@ -120,9 +122,8 @@ def sample(
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
     if str(limit := config.data.max_prompt_length).startswith("p"):
-        console.print(
-            Text(f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts")
-        )
+        unset = f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts"
+        console.print(Text(unset))
     show_completions(sampled, options.show, console)
     console.print(table(measured, model.path))
     # What tools write is not tokenised with what the model writes.
@@ -174,16 +175,6 @@ def rewards_of(config: RunConfig, episodes: Episodes | None) -> AbstractContextM
         return nullcontext()
     titles = list(dict.fromkeys(kind.title for kind in kinds))
     return Rewards.of_run(config, config.rewards, environments=titles)
-
-
-def episodes_of(
-    config: RunConfig, room: int, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> AbstractContextManager[Episodes]:
-    """Episodes with the limits of training and prompts of at most `room` tokens."""
-    rollout = config.rollout
-    limits = Limits.of(rollout, room, policy.config, behavior_version=config.behavior_version)
-    workers, date = rollout.environment_workers, config.data.date
-    return acting(config.environments, config.tools, engine, tokenizer, limits, workers, date)
 
 
 class Live:
