@@ -34,9 +34,7 @@ class Panel:
     same: bool = False  # methods log the same quantity under these names
 
 
-PANELS = tuple(
-    Panel(**{**panel, "metrics": tuple(panel["metrics"])}) for panel in table_beside(__file__, "panels.yaml")
-)
+PANELS = tuple(Panel(**panel | {"metrics": tuple(panel["metrics"])}) for panel in table_beside(__file__, "panels.yaml"))
 KNOWN = {name for panel in PANELS for name in panel.metrics}
 
 
@@ -109,9 +107,8 @@ def write_curves(folder: Path, path: Path, title: str) -> None:
     for index, (panel, lines) in enumerate(panels):
         row, column = divmod(index, columns)
         left, bottom = WIDE * column + LEFT, HIGH * (rows - 1 - row) + BELOW
-        axes = figure.add_axes(
-            (left / width, bottom / height, (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height)
-        )
+        size = (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height
+        axes = figure.add_axes((left / width, bottom / height, *size))
         first, last = min(series.steps), max(series.steps)
         margin = max(1, 0.02 * (last - first))
         axes.set_xlim(first - margin, last + margin)

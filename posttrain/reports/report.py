@@ -266,10 +266,8 @@ def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
     """A chart for each metric that at least two runs have, with a line for each run."""
     first = [name for run in runs for name in of_method(run.method)]
     names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))
-    shown = [
-        (kind, [run for run in runs if kind in run.series.names]) for name in names for kind in (name, f"eval_{name}")
-    ]
-    shown = [(kind, having) for kind, having in shown if len(having) > 1]
+    kinds = [kind for name in names for kind in (name, f"eval_{name}")]
+    shown = [(kind, having) for kind in kinds if len(having := [run for run in runs if kind in run.series.names]) > 1]
     most = points_of(sum(len(having) for _, having in shown))
     shares = {name for panel in PANELS if panel.share for name in panel.metrics}
     for kind, having in shown:

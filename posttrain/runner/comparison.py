@@ -191,9 +191,8 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
 
     A single run is only compared with its start.
     """
-    runs = sorted(
-        (read_finished(name, path) for name, path in folders.items()), key=lambda run: -run.entry.reward.value
-    )
+    finished = [read_finished(name, path) for name, path in folders.items()]
+    runs = sorted(finished, key=lambda run: -run.entry.reward.value)
     entries, start = [run.entry for run in runs], runs[0].start
     table = methods_table(entries, start)
     (shared, every), note = shared_prompts(runs), ""

@@ -37,8 +37,7 @@ class MetricsFile:
         head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
         head["time"] = round(time.time(), 3)
         with writing(self.path):
-            if self._file is None:
-                self._file = LineFile(self.path)
+            self._file = self._file or LineFile(self.path)
             self._file.write(json.dumps(head | values, allow_nan=False))
         return head | values
 
