@@ -76,7 +76,6 @@ class Comparison(NamedTuple):
 
 class Head(NamedTuple):
     """A function from hidden states to logits: softcap(hidden W^T + b) / temperature.
-
     The weights are those of the adapters that are active when it is made."""
 
     weight: Tensor

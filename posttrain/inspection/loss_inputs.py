@@ -90,7 +90,6 @@ def weights_for(folder: Path, step: int) -> Weights:
 
 def settings_of(folder: Path) -> RunConfig:
     """The settings of a run that is not active, with the current paths of its models.
-
     Raises RunError for a folder without a run, an active run, or models that have changed since training."""
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
     if nested and not (folder / "run.json").is_file():
@@ -122,7 +121,6 @@ def logged_norm(folder: Path, step: int) -> float | None:
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """A stored step: its rollout, and log-probabilities of its tokens (R) before the step and at its last update.
-
     Outside the run's loss, both are the engine's log-probabilities."""
 
     rollout: Rollout

@@ -108,7 +108,6 @@ def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
 
 def near_groups(texts: Texts, same: Array) -> Array:
     """For each text, the index of the first text of its group. `same`: groups of equal texts, which are kept together.
-
     Groups are transitive. Texts without words are not compared."""
     parent = same.copy()
     alone = np.flatnonzero((same == np.arange(len(same))) & (texts.lengths > 0))

@@ -144,7 +144,6 @@ def first_prompts(
     longest: int | None = None,
 ) -> tuple[list[Prompt], list[Malformed]]:
     """The first usable prompts of the validation set (without one, of the training set), and unusable rows among them.
-
     Raises DataError if none of the first rows has a usable prompt."""
     held, part = data.validation, parts_of(data)[0]
     if held is not None and held.source is not None:

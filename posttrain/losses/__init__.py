@@ -40,17 +40,13 @@ def nll(logprob_N: Tensor) -> Tensor:
 
 def dft(logprob_N: Tensor) -> Tensor:
     """−p log p with p detached [N]: each token's loss is weighted by its probability. DFT, arXiv 2508.05629, eq. 9.
-
-    The gradient of −log p has a factor 1 / p, which makes unlikely targets outweigh all others; this removes it.
-    """
+    The gradient of −log p has a factor 1 / p, which makes unlikely targets outweigh all others; this removes it."""
     return nll(logprob_N) * logprob_N.detach().exp()
 
 
 def eaft(logprob_N: Tensor, top_entropy_N: Tensor, eaft_alpha: float) -> Tensor:
     """−(H / log K)^α log p [N], with H the entropy of the K most likely tokens, detached. EAFT, arXiv 2601.02151.
-
-    Where the model is certain of another token than the target, learning the target would change it most.
-    """
+    Where the model is certain of another token than the target, learning the target would change it most."""
     return nll(logprob_N) * top_entropy_N.detach() ** eaft_alpha
 
 

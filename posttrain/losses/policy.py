@@ -31,9 +31,7 @@ LEAST_LOG_W = math.log(1e-8)  # of VESPO's weight, as in its authors' code
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
     """REINFORCE: −A log π, whose gradient −A ∇ log π estimates the policy gradient (Williams 1992, section 5).
-
-    A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean.
-    """
+    A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean."""
     check_shapes(logprob=logprob, advantage=advantage)
     return -advantage * logprob
 

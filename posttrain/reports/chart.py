@@ -1,7 +1,5 @@
 """Charts: curves, dots, and means with their intervals.
-
-The pages' script (`hover.js`) reads the attribute `data-points` to show the values under the pointer.
-"""
+The pages' script (`hover.js`) reads the attribute `data-points` to show the values under the pointer."""
 
 import json
 import math

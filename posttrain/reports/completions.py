@@ -25,9 +25,7 @@ Span = tuple[int, int, str]  # from, to, class
 
 def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Html]:
     """Yield a section for the last stored step and for each data set's last evaluation; none without stored rollouts.
-
-    A message about what cannot be read is added to `missing`.
-    """
+    A message about what cannot be read is added to `missing`."""
     if not (folder / NAME).is_file():
         return
     try:

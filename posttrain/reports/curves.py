@@ -56,9 +56,7 @@ def single_panels() -> tuple[Panel, ...]:
 
 def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
     """Yield the lines of the panel's training metrics, and dashed lines of the same metrics in validation.
-
-    `eval_{name}_{metric}` is the metric on the data set `name`; `eval_{metric}`, on the validation set.
-    """
+    `eval_{name}_{metric}` is the metric on the data set `name`; `eval_{metric}`, on the validation set."""
     names = series.names
     metrics = KNOWN.union(name for name in names if not name.startswith("eval_"))
     several = len([name for name in panel.metrics if name in names]) > 1

@@ -1,7 +1,5 @@
 """`report.html`: a run, a pipeline of runs, or several runs side by side, on one self-contained page.
-
-The page names what is missing or damaged, and shows the rest.
-"""
+The page names what is missing or damaged, and shows the rest."""
 
 import math
 import os
@@ -61,9 +59,7 @@ class ReportedRun(RunSummary):
 
 def write_report(folder: Path, title: str = "", path: Path | None = None) -> Path:
     """Write a report about the run in `folder` to its report.html, or to `path`, atomically; returns the path.
-
-    Raises RunError if the page cannot be written.
-    """
+    Raises RunError if the page cannot be written."""
     run, path = ReportedRun(folder), path or folder / REPORT
     title = title or (f"{run.method} of {run.model}" if run.config else run.name)
     write_page(path, title, run_page(run), cards(run))
@@ -185,9 +181,7 @@ def below(root: Path) -> list[ReportedRun]:
 
 def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
     """Write a report about all runs below `root` to its report.html, or to `path`; returns the path.
-
-    Raises RunError if the page cannot be written.
-    """
+    Raises RunError if the page cannot be written."""
     path, runs = path or root / REPORT, below(root)
     most = points_of(12 * len(runs))
     each = [_of_run(run, most) for run in runs]  # before the overview, because this adds to what is missing

@@ -164,7 +164,6 @@ class Training:
 
     def run(self, kill: Kill | None = None) -> bool:
         """Train, or resume the runs, in a new process to the end, or until `kill`.
-
         Returns whether the process was killed. Raises RunError if it fails."""
         self._runs, self._search_at, self.moved = find_runs(self.root), 0.0, False
         self._known = {run: _identity(run) for run in self._runs}

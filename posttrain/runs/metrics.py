@@ -1,7 +1,5 @@
 """`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted.
-
-Also the main metrics of each method, which lists, reports and tables show first.
-"""
+Also the main metrics of each method, which lists, reports and tables show first."""
 
 import functools
 import json
@@ -72,9 +70,7 @@ class MetricsFile:
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """Every line of a run folder's `metrics.jsonl`, with None for null; empty if there is no file.
-
-    An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line.
-    """
+    An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line."""
     path = Path(folder) / NAME
     if not path.exists():
         return []
@@ -113,9 +109,7 @@ def _tail(folder: Path) -> list[bytes]:
 
 def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | None]:
     """The last step, and the first of `names` that has a finite value near the end, with its latest value.
-
-    The name is empty if none has a value. Parses only the lines it needs, to keep lists of hundreds of runs fast.
-    """
+    The name is empty if none has a value. Parses only the lines it needs, to keep lists of hundreds of runs fast."""
     lines = _tail(folder)
     if not lines:
         return 0, "", None

@@ -97,9 +97,7 @@ def undo_vote(file: Path, prompt: Turns, replies: Sequence[str]) -> int:
 
 def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
     """Append a row with `prompt`, `chosen`, `rejected` and the facts. Returns the number of rows in the file.
-
-    If a full disk cut the last line short, the row starts on a new line. Raises RunError if it cannot be written.
-    """
+    If a full disk cut the last line short, the row starts on a new line. Raises RunError if it cannot be written."""
     reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
     row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

@@ -74,9 +74,7 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
 
 def settle_runs(root: Path, targets: Iterable[Path] = ()) -> list[str]:
     """Finish or undo what interrupted commands left beside the runs in `root` or beside `targets`; returns a line each.
-
-    Files that a running process is writing, or that cannot be changed, are kept.
-    """
+    Files that a running process is writing, or that cannot be changed, are kept."""
     done = []
     for folder in _homes(root, targets):
         with suppress(OSError):
