@@ -72,9 +72,8 @@ class Pairs:
 def preference_metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
     """TRL's metrics as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
 
-    The implicit reward of a completion is β (log π − log π_ref) (arXiv 2305.18290, eq. 5, without the term
-    that depends on the prompt only). A tie does not count as accurate, so `rewards/accuracies` is 0 while the policy
-    is its reference.
+    The implicit reward of a completion is β (log π − log π_ref) (arXiv 2305.18290, eq. 5, without the term of the
+    prompt only). A tie does not count as accurate, so `rewards/accuracies` is 0 while the policy is its reference.
     """
     chosen_P, rejected_P = beta * pairs.chosen_logratio_P, beta * pairs.rejected_logratio_P
     return {

@@ -2,9 +2,8 @@
 
 The policy loss of a token is -A r, with the ratio r = π_new / π_old. Its derivative with respect to the logit of the
 sampled token is -A r (1 - p), where p = π_new is the token's probability; the *push* is its negative, A r (1 - p). The
-push is 0 where the ratio was clipped, and near 0 where the token was already almost certain.
-
-`posttrain why` and the pages show the same receipt.
+push is 0 where the ratio was clipped, and near 0 where the token was already almost certain. `posttrain why` and the
+pages show the same receipt.
 """
 
 from __future__ import annotations
