@@ -3,7 +3,7 @@ The pages' script (`hover.js`) reads the attribute `data-points` to show the val
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -63,7 +63,7 @@ def chart(
     marks = ticks(x.low, x.high, 5)
     if x_label == "step":
         marks = [value for value in marks if value == int(value)] or [math.ceil(x.low)]
-    parts = _axes(x, y, width, height, marks)
+    parts = [*_axes(x, y, size, marks)]
     points, named, described = [], [], []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
@@ -103,7 +103,7 @@ def scatter(points: Sequence[tuple[float, float, bool]], title: str, marks: Mapp
         for at, value, full in points
     ]
     described = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
-    return Drawing(title, SIZE, [*_axes(x, y, width, height, marks), *dots], described)
+    return Drawing(title, SIZE, [*_axes(x, y, SIZE, marks), *dots], described)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -136,18 +136,16 @@ def _middle(values: Sequence[float]) -> list[float]:
     return finite[rare : len(finite) - rare]
 
 
-def _axes(x: Scale, y: Scale, width: int, height: int, marks: Sequence[float] | Mapping[float, str]) -> list[Markup]:
+def _axes(x: Scale, y: Scale, size: tuple[int, int], marks: Sequence[float] | Mapping[float, str]) -> Iterator[Markup]:
     """Grid lines with their values, and x-axis labels at `marks`; a mapping also gives the text of the labels."""
-    parts = []
-    levels = ticks(y.low, y.high, 4)
+    levels, (width, height) = ticks(y.low, y.high, 4), size
     for value, label in zip(levels, labels(levels), strict=True):
         at = f"{y(value):.1f}"
-        parts.append(el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at))
-        parts.append(el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}"))
+        yield el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at)
+        yield el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}")
     named = marks if isinstance(marks, Mapping) else dict(zip(marks, labels(marks), strict=True))
     for value, label in named.items():
-        parts.append(el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6))
-    return parts
+        yield el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6)
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:

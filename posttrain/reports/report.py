@@ -147,10 +147,8 @@ def points_of(lines: int) -> int:
 
 def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
     """The first and last values of every metric, in training and in validation."""
-    ends = {}
-    for name in series.names:
-        values = [value for value in series.points(name)[1] if math.isfinite(value)]
-        ends[name] = (values[0], values[-1]) if values else ("", "")
+    finite = {name: list(filter(math.isfinite, series.points(name)[1])) for name in series.names}
+    ends = {name: (values[0], values[-1]) if values else ("", "") for name, values in finite.items()}
     names = [name for name in ends if name not in FACTS and not name.startswith("eval_")]
     names += [name[5:] for name in ends if name.startswith("eval_") and name[5:] not in names]
     rows = [[name, *ends.get(name, ("", "")), *ends.get(f"eval_{name}", ("", ""))] for name in names]

@@ -88,10 +88,8 @@ def last_metrics(folder: Path) -> dict[str, Any]:
 
 def latest_metrics(folder: Path) -> dict[str, Any]:
     """The latest finite value of every metric in the last 64 KiB of the file."""
-    values: dict[str, Any] = {}
-    for line in _tail(folder):
-        values |= {name: value for name, value in _parsed(line, folder).items() if value is not None}
-    return values
+    entries = (_parsed(line, folder) for line in _tail(folder))
+    return {name: value for entry in entries for name, value in entry.items() if value is not None}
 
 
 def _tail(folder: Path) -> list[bytes]:

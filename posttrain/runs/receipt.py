@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -273,14 +273,12 @@ def group_receipt(stored: StoredRun, step: int, prompt: int) -> GroupReceipt:
     raise RunError(f"step {step} has no prompt {prompt}: its prompts are 0 to {len(stored.prompts(step)) - 1}")
 
 
-def _groups(stored: StoredRun, step: int, prompt: int | None) -> list[GroupReceipt]:
+def _groups(stored: StoredRun, step: int, prompt: int | None) -> Iterator[GroupReceipt]:
     members = by_key((row["prompt_index"], CompletionReceipt.of(row)) for row in stored.rollouts(step, prompt))
     prompts = {row["prompt_index"]: row for row in stored.prompts(step)}
-    groups = []
     for index, completions in members.items():
         facts = prompts.get(index, {"row": None, "prompt": "", "tokens": np.zeros(0, np.int32)})
-        groups.append(GroupReceipt(step, index, facts["row"], facts["prompt"], facts["tokens"], completions))
-    return groups
+        yield GroupReceipt(step, index, facts["row"], facts["prompt"], facts["tokens"], completions)
 
 
 def factor(ratio: float) -> float:
