@@ -205,9 +205,6 @@ def _binary(size: int) -> str:
 
 def _sampled_steps(epoch: FirstEpoch, tokens_per_pack: int) -> tuple[float, float, float]:
     """Mean numbers of packs, tokens and scored tokens per step, over the first SAMPLED_STEPS steps of training."""
-    counts = []
-    for rows in epoch.rows()[:SAMPLED_STEPS]:
-        packs = epoch.packs(rows, tokens_per_pack)
-        tokens = sum(p.num_tokens for p in packs)
-        counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
+    steps = (epoch.packs(rows, tokens_per_pack) for rows in epoch.rows()[:SAMPLED_STEPS])
+    counts = [(len(packs), sum(p.num_tokens for p in packs), sum(len(p.target_N) for p in packs)) for packs in steps]
     return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]

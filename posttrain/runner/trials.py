@@ -277,11 +277,9 @@ Curve = Sequence[tuple[int, float | None]]  # (step, value) of every evaluation 
 def median_to_beat(step: int, earlier: Sequence[Curve], lower_is_better: bool) -> float | None:
     """The median, over the earlier trials that reached `step`, of the mean of their values up to `step`.
     None with fewer than FEWEST such trials. The evaluation before training, at step 0, does not count."""
-    means = []
-    for curve in earlier:
-        values = [_worst(value, lower_is_better) for at, value in curve if 0 < at <= step]
-        if values and max(at for at, _ in curve) >= step:
-            means.append(statistics.fmean(values))
+    reached = (curve for curve in earlier if any(at >= step for at, _ in curve))
+    known = ([_worst(value, lower_is_better) for at, value in curve if 0 < at <= step] for curve in reached)
+    means = [statistics.fmean(values) for values in known if values]
     return statistics.median(means) if len(means) >= FEWEST else None
 
 

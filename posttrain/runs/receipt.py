@@ -302,10 +302,7 @@ def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence
     others are None. Without a decoder, the token ids."""
     if decoder is None:
         return list(map(str, tokens))
-    texts: list[str | None] = []
-    for count, text in pieces(tokens, decoder, prompt):
-        texts += [*[None] * (count - 1), text]
-    return texts
+    return [shown for count, text in pieces(tokens, decoder, prompt) for shown in (*[None] * (count - 1), text)]
 
 
 def decoder_of(run: Path) -> RunTokenizer | None:
