@@ -186,25 +186,22 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False) -> Drawi
         parts.append(el("text", label, class_="tick middle", x=at, y=bottom + 15))
     if zero:
         parts.append(el("line", class_="zero", x1=f"{x(0):.1f}", x2=f"{x(0):.1f}", y1=0, y2=bottom))
-    for number, row in enumerate(rows):
-        parts += _row(row, x, ROW * number)
+    parts += [part for number, row in enumerate(rows) for part in _row(row, x, ROW * number)]
     described = "; ".join(f"{row.label} {_written(row)}" for row in rows)
     return Drawing(title, (INTERVALS, bottom + 20), parts, described)
 
 
-def _row(row: Interval, x: Scale, top: int) -> list[Markup]:
+def _row(row: Interval, x: Scale, top: int) -> Iterator[Markup]:
     middle, key = top + 26, "quiet" if row.colour is None else f"c{row.colour}"
-    parts = [
-        el("text", short(row.label, LONGEST), class_="name", x=EDGE, y=top + 14),
-        el("text", _written(row), class_="tick end", x=INTERVALS - EDGE, y=top + 14),
-    ]
+    yield el("text", short(row.label, LONGEST), class_="name", x=EDGE, y=top + 14)
+    yield el("text", _written(row), class_="tick end", x=INTERVALS - EDGE, y=top + 14)
     if row.band is not None:
         left, right = x(-row.band), x(row.band)
-        parts.append(el("rect", class_="band", x=f"{left:.1f}", y=middle - 6, width=f"{right - left:.1f}", height=12))
+        yield el("rect", class_="band", x=f"{left:.1f}", y=middle - 6, width=f"{right - left:.1f}", height=12)
     if row.low is not None and row.high is not None:
-        parts.append(el("path", d=f"M{x(row.low):.1f} {middle}H{x(row.high):.1f}", class_=f"line {key}"))
-    parts += [el("path", d=f"M{x(dot):.1f} {middle - 5}v10", class_=f"line {key} raw") for dot in row.dots]
-    return [*parts, el("circle", cx=f"{x(row.value):.1f}", cy=middle, r=4, class_=f"dot {key}")]
+        yield el("path", d=f"M{x(row.low):.1f} {middle}H{x(row.high):.1f}", class_=f"line {key}")
+    yield from (el("path", d=f"M{x(dot):.1f} {middle - 5}v10", class_=f"line {key} raw") for dot in row.dots)
+    yield el("circle", cx=f"{x(row.value):.1f}", cy=middle, r=4, class_=f"dot {key}")
 
 
 def _written(row: Interval) -> str:
