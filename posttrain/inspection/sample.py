@@ -4,7 +4,7 @@ lengths, truncation, format, spread of rewards."""
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
@@ -111,11 +111,11 @@ def sample(
         for temperature in temperatures:
             at = replace(sampling, temperature=temperature)
             if episodes is None:
-                groups = generated(engine, prompts, at, tokenizer)
+                groups = [*generated(engine, prompts, at, tokenizer)]
             else:
                 live = Live(console) if options.show and not sampled else None
-                groups = acted(episodes, prompts, at, tokenizer, live)
-            sampled[temperature] = groups if rewards is None else rewarded(groups, rewards)
+                groups = [*acted(episodes, prompts, at, tokenizer, live)]
+            sampled[temperature] = groups if rewards is None else [*rewarded(groups, rewards)]
 
     in_format = format_of(config.data)
     measured = {at: [group.measure(in_format) for group in groups] for at, groups in sampled.items()}
@@ -194,15 +194,13 @@ class Live:
 
 def generated(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tokenizer: PreTrainedTokenizerBase
-) -> list[SampledGroup]:
+) -> Iterator[SampledGroup]:
     """Sample completions of each prompt."""
-    groups = []
     for prompt, completions in zip(prompts, generate_all(engine, prompts, sampling, "sampling").values(), strict=True):
         texts = [text_of(done, sampling.stop_token_ids, tokenizer, prompt.tokens) for done in completions]
         both = zip(completions, texts, strict=True)
         inputs = [to_reward(done, text, prompt.text, prompt.facts) for done, text in both]
-        groups.append(SampledGroup(prompt, completions, texts, inputs))
-    return groups
+        yield SampledGroup(prompt, completions, texts, inputs)
 
 
 def acted(
@@ -211,35 +209,31 @@ def acted(
     sampling: Sampling,
     tokenizer: PreTrainedTokenizerBase,
     live: Live | None,
-) -> list[SampledGroup]:
+) -> Iterator[SampledGroup]:
     """Sample episodes of each prompt. A group's prompt is that of its first episode."""
     seeds, one = [seed_of(sampling.seed, prompt.row) for prompt in prompts], replace(sampling, num_generations=1)
     starts = [start_of(prompt.facts) for prompt in prompts]
     seen = live or (lambda index, trajectory: None)
     made = episodes.run(starts, sampling.num_generations, one, seeds, seen)
-    groups = []
     for prompt, group in zip(prompts, made, strict=True):
         first = group[0].prompt
         completions = [Completion(each.tokens, each.logprobs, each.finish_reason, each.version) for each in group]
         texts = [str(tokenizer.decode(each.tokens)) for each in group]
         inputs = [rewarded_as(each, prompt.facts) for each in group]
         shown = replace(prompt, text=str(tokenizer.decode(first)), tokens=first)
-        groups.append(SampledGroup(shown, completions, texts, inputs))
-    return groups
+        yield SampledGroup(shown, completions, texts, inputs)
 
 
-def rewarded(groups: Sequence[SampledGroup], rewards: Rewards) -> list[SampledGroup]:
+def rewarded(groups: Sequence[SampledGroup], rewards: Rewards) -> Iterator[SampledGroup]:
     """The groups with their rewards; the completions of all groups are rewarded together."""
     results = iter(rewards([completion for group in groups for completion in group.inputs]))
-    made = []
     for group in groups:
         some = list(itertools.islice(results, len(group.inputs)))
         sums = [
             " + ".join(f"{part.weight:g} x {shown_number(part.value)} ({part.name})" for part in reward.parts)
             for reward in some
         ]
-        made.append(replace(group, rewards=[reward.total for reward in some], parts=sums))
-    return made
+        yield replace(group, rewards=[reward.total for reward in some], parts=sums)
 
 
 def token_faults(
