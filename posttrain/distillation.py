@@ -76,7 +76,6 @@ class Comparison(NamedTuple):
 
 class Head(NamedTuple):
     """A function from hidden states to logits: softcap(hidden W^T + b) / temperature.
-
     The weights are those of the adapters that are active when it is made."""
 
     weight: Tensor
@@ -154,10 +153,8 @@ def compare_distributions(
         def log_q_of(rows: slice, log_p: Tensor) -> Tensor:
             return theirs.log_probs(teacher_N[rows], teacher_wide)[0]
 
-    outputs = ChunkedDivergence.apply(
-        hidden_N, ours.weight, ours.bias, ours, log_q_of, step, target_N, weight_N, divergence
-    )
-    return Comparison(*outputs)
+    of_student = hidden_N, ours.weight, ours.bias, ours
+    return Comparison(*ChunkedDivergence.apply(*of_student, log_q_of, step, target_N, weight_N, divergence))
 
 
 class ChunkedDivergence(torch.autograd.Function):

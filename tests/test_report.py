@@ -147,7 +147,7 @@ def test_secrets_are_hidden_also_where_a_rule_read_them(tmp_path, monkeypatch):
 
 def test_what_rules_matched():
     tags = {"shape": ("<a>", "</a>", "<b>"), "other": ("<c>",)}
-    found = spans("x<a>12</a> 12<b><b>", {"shape": {}, "check": {"extracted": " 12 "}}, tags)
+    found = list(spans("x<a>12</a> 12<b><b>", {"shape": {}, "check": {"extracted": " 12 "}}, tags))
     assert found == [(1, 4, "tag"), (6, 10, "tag"), (11, 13, "answer")]  # <b> twice is no match, the last 12 counts
     assert marked("a<12>", [(1, 5, "tag"), (2, 4, "answer")]) == 'a<mark class="tag">&lt;12&gt;</mark>'
     long = marked("y" * 9_000 + "<a>", [(9_000, 9_003, "tag")])

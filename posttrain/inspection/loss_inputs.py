@@ -2,7 +2,7 @@
 batch. The run's own loss comes first; each other loss has the run's settings, or those of `--set`."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from posttrain.data import Prepared
 from posttrain.environments.trajectory import Trajectory
 from posttrain.rewards.parts import CompletionReward, RewardPart
 from posttrain.rollout import Rollout, SampledCompletion
-from posttrain.runs.checkpoint import list_checkpoints, verify
+from posttrain.runs.checkpoint import list_checkpoints, step_of, verify
 from posttrain.runs.folder import check_run_folder, is_locked, read_facts
 from posttrain.runs.inputs import REFERENCES, START, content_of, models_of, recorded, run_settings
 from posttrain.runs.metrics import read_metrics
@@ -36,13 +36,8 @@ from posttrain.training.order import batch_of, epoch_order
 from posttrain.training.state import Saved, State, problems_of
 
 # The lab computes one update over the complete batch, which the reference scores in the lab.
-ONE_UPDATE = {
-    "num_iterations": 1,
-    "num_minibatches": 1,
-    "num_ppo_epochs": 1,
-    "resampling_rounds": 0,
-    "precompute_ref_log_probs": False,
-}
+ONE_UPDATE = dict.fromkeys(("num_iterations", "num_minibatches", "num_ppo_epochs"), 1)
+ONE_UPDATE |= {"resampling_rounds": 0, "precompute_ref_log_probs": False}
 # Settings that the lab cannot change: they choose the loss or other models, or act before or after the step.
 FIXED = {
     *ONE_UPDATE,
@@ -95,7 +90,6 @@ def weights_for(folder: Path, step: int) -> Weights:
 
 def settings_of(folder: Path) -> RunConfig:
     """The settings of a run that is not active, with the current paths of its models.
-
     Raises RunError for a folder without a run, an active run, or models that have changed since training."""
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
     if nested and not (folder / "run.json").is_file():
@@ -117,10 +111,6 @@ def settings_of(folder: Path) -> RunConfig:
     return config
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
 def logged_norm(folder: Path, step: int) -> float | None:
     """The logged gradient norm of this step; None if the step was logged only in a mean over several steps."""
     lines = [line for line in read_metrics(folder) if "loss" in line]
@@ -131,7 +121,6 @@ def logged_norm(folder: Path, step: int) -> float | None:
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """A stored step: its rollout, and log-probabilities of its tokens (R) before the step and at its last update.
-
     Outside the run's loss, both are the engine's log-probabilities."""
 
     rollout: Rollout
@@ -158,7 +147,7 @@ def stored_step(folder: Path, step: int) -> StoredStep:
             row["completion"],
             row["finish_reason"],
             row["version"],
-            CompletionReward(row["reward"], tuple(_parts(row["parts"]))),
+            CompletionReward(row["reward"], tuple(_part(name, part) for name, part in row["parts"].items())),
             trained_tokens(row).tolist(),
             Trajectory.restored(row["turns"], row["tokens"].tolist()) if row.get("turns") else None,
         )
@@ -180,10 +169,9 @@ def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: 
             )
 
 
-def _parts(stored: Mapping[str, Any]) -> Iterator[RewardPart]:
-    for name, part in stored.items():
-        facts = StoredPart.of(part)
-        yield RewardPart(name, facts.weight, facts.value)
+def _part(name: str, stored: Any) -> RewardPart:
+    part = StoredPart.of(stored)
+    return RewardPart(name, part.weight, part.value)
 
 
 def _flat(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
@@ -353,9 +341,8 @@ def _refuse_unknown(settings: Mapping[str, Sequence[Any]], types: set[str]) -> N
                 f"--set {name}: it chooses the loss (use --loss) or another model, or acts after the first update"
             )
         if name not in known:
-            raise ConfigError(
-                f"--set {name}: {did_you_mean(name, known) if known else 'these losses have no settings'}"
-            )
+            why = did_you_mean(name, known) if known else "these losses have no settings"
+            raise ConfigError(f"--set {name}: {why}")
 
 
 def _label(name: str, settings: Mapping[str, Any]) -> str:

@@ -60,7 +60,6 @@ class LossRow:
 @dataclass(frozen=True, slots=True)
 class Lab:
     """The losses of one step, the run's own first, and the cosine between the gradients of each pair.
-
     A cosine is None if one of the gradients is 0 or not finite."""
 
     folder: Path
@@ -85,7 +84,6 @@ class Loss:
 
 class Bench:
     """Builds the loss of any method that fits a model and a batch. Every model is loaded once.
-
     `data_rows`: the step's rows, for a run that also trains on the data's completions."""
 
     def __init__(self, job: Job, weights: Weights, batch: Rows | StoredStep, data_rows: Rows | None = None):

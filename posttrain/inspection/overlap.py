@@ -52,7 +52,7 @@ class Duplicates:
     among: int
 
 
-def duplicates(corpus: Corpus) -> list[Duplicates]:
+def duplicates(corpus: Corpus) -> Iterator[Duplicates]:
     """Find training rows that repeat an earlier row, pairs with opposite labels, and validation rows in training."""
     # In this order, the first row of a group is a training row if the group has one.
     whole_index = np.argsort(corpus.sets, kind="stable")
@@ -61,23 +61,21 @@ def duplicates(corpus: Corpus) -> list[Duplicates]:
         ("prompt", prompt_index, _both(corpus.prompts, corpus.prompt_keys, prompt_index)),
         ("row", whole_index, _both(corpus.rows, corpus.row_keys, whole_index)),
     )
-    found = []
     for what, index, (exact, near) in kinds:
         train, first = corpus.sets[index] == 0, np.arange(len(exact))
         again = np.flatnonzero(train & (exact != first))
         nearly = np.flatnonzero(train & (near != first) & (exact == first))
         for kind, members, groups in (("exact", again, exact), ("near", nearly, near)):
             rows = _labels(corpus, index, members, groups)
-            found.append(Duplicates(f"{what}, {kind} duplicate", rows, int(train.sum())))
-    found += _opposite(corpus)
+            yield Duplicates(f"{what}, {kind} duplicate", rows, int(train.sum()))
+    yield from _opposite(corpus)
     for number, name in enumerate(corpus.names[1:], 1):
         for what, index, (exact, near) in kinds:
             mine = np.flatnonzero(corpus.sets[index] == number)
             for kind, groups in (("exact", exact), ("near", near)):  # near includes exact
                 members = mine[corpus.sets[index[groups[mine]]] == 0]
                 rows = _labels(corpus, index, members, groups)
-                found.append(Duplicates(f"{name}: {what} in train, {kind}", rows, len(mine)))
-    return found
+                yield Duplicates(f"{name}: {what} in train, {kind}", rows, len(mine))
 
 
 def _labels(corpus: Corpus, index: Array, members: Array, groups: Array) -> tuple[tuple[str, str], ...]:
@@ -108,7 +106,6 @@ def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
 
 def near_groups(texts: Texts, same: Array) -> Array:
     """For each text, the index of the first text of its group. `same`: groups of equal texts, which are kept together.
-
     Groups are transitive. Texts without words are not compared."""
     parent = same.copy()
     alone = np.flatnonzero((same == np.arange(len(same))) & (texts.lengths > 0))

@@ -45,7 +45,6 @@ RATES = np.linspace(0.0, 0.5, 251)
 @dataclass(frozen=True, slots=True)
 class LengthBias:
     """`longer`: the share of pairs in which the longer reply is chosen, with its interval, clustered by prompt.
-
     `auc`: the probability that a random chosen reply is longer than a random rejected one, ties counted half."""
 
     pairs: int

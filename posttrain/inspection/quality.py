@@ -107,7 +107,7 @@ def check_quality(
             contradicted.append({"row": int(rows[i]), "margin": float(margins[i]), "wrong": float(noise.wrong_P[i])})
     corpus = read_corpus(rows_of_run(config, tokenizer), prepared)
     shared = [overlap.contamination(suite, corpus, n) for suite in questions]
-    repeated = overlap.duplicates(corpus)
+    repeated = list(overlap.duplicates(corpus))
     return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, contradicted)
 
 

@@ -73,9 +73,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
                 if row["reward"] is not None and new.total is not None
             ]
             approximate |= not method.regrades_exactly and any(row.get("penalties") is None for row, _ in usable)
-            advantages = recipe_of(method).regraded(
-                method, [row for row, _ in usable], [reward for _, reward in usable]
-            )
+            advantages = recipe_of(method).regraded(method, [row for row, _ in usable], [new for _, new in usable])
             for (row, reward), after in zip(usable, advantages, strict=True):
                 before = row["advantage"]
                 if before is None or after is None:  # outside the loss

@@ -111,9 +111,8 @@ def generate_all(
     """The completions of each prompt, keyed by row. Each row has its own random stream, whatever the batching."""
     seeds = [seed_of(sampling.seed, prompt.row) for prompt in prompts]
     with counter(what, len(prompts)) as count:
-        groups = engine.generate(
-            [prompt.tokens for prompt in prompts], sampling, seeds=seeds, finished=lambda *_: count()
-        )
+        tokens = [prompt.tokens for prompt in prompts]
+        groups = engine.generate(tokens, sampling, seeds=seeds, finished=lambda *_: count())
     return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
 
 

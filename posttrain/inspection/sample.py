@@ -4,7 +4,7 @@ lengths, truncation, format, spread of rewards."""
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
@@ -103,26 +103,27 @@ def sample(
         engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
         episodes = None
         if config.environments or config.tools:
-            room = longest or config.data.max_length
-            episodes = resources.enter_context(episodes_of(config, room, engine, policy, tokenizer))
+            room, workers, date = longest or config.data.max_length, rollout.environment_workers, config.data.date
+            limits = Limits.of(rollout, room, policy.config, behavior_version=config.behavior_version)
+            acts = acting(config.environments, config.tools, engine, tokenizer, limits, workers, date)
+            episodes = resources.enter_context(acts)
         rewards = resources.enter_context(rewards_of(config, episodes))
         for temperature in temperatures:
             at = replace(sampling, temperature=temperature)
             if episodes is None:
-                groups = generated(engine, prompts, at, tokenizer)
+                groups = [*generated(engine, prompts, at, tokenizer)]
             else:
                 live = Live(console) if options.show and not sampled else None
-                groups = acted(episodes, prompts, at, tokenizer, live)
-            sampled[temperature] = groups if rewards is None else rewarded(groups, rewards)
+                groups = [*acted(episodes, prompts, at, tokenizer, live)]
+            sampled[temperature] = groups if rewards is None else [*rewarded(groups, rewards)]
 
     in_format = format_of(config.data)
     measured = {at: [group.measure(in_format) for group in groups] for at, groups in sampled.items()}
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
     if str(limit := config.data.max_prompt_length).startswith("p"):
-        console.print(
-            Text(f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts")
-        )
+        unset = f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts"
+        console.print(Text(unset))
     show_completions(sampled, options.show, console)
     console.print(table(measured, model.path))
     # What tools write is not tokenised with what the model writes.
@@ -143,7 +144,6 @@ def first_prompts(
     longest: int | None = None,
 ) -> tuple[list[Prompt], list[Malformed]]:
     """The first usable prompts of the validation set (without one, of the training set), and unusable rows among them.
-
     Raises DataError if none of the first rows has a usable prompt."""
     held, part = data.validation, parts_of(data)[0]
     if held is not None and held.source is not None:
@@ -176,16 +176,6 @@ def rewards_of(config: RunConfig, episodes: Episodes | None) -> AbstractContextM
     return Rewards.of_run(config, config.rewards, environments=titles)
 
 
-def episodes_of(
-    config: RunConfig, room: int, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> AbstractContextManager[Episodes]:
-    """Episodes with the limits of training and prompts of at most `room` tokens."""
-    rollout = config.rollout
-    limits = Limits.of(rollout, room, policy.config, behavior_version=config.behavior_version)
-    workers, date = rollout.environment_workers, config.data.date
-    return acting(config.environments, config.tools, engine, tokenizer, limits, workers, date)
-
-
 class Live:
     """Prints the messages of the first episode as they come."""
 
@@ -204,15 +194,13 @@ class Live:
 
 def generated(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tokenizer: PreTrainedTokenizerBase
-) -> list[SampledGroup]:
+) -> Iterator[SampledGroup]:
     """Sample completions of each prompt."""
-    groups = []
     for prompt, completions in zip(prompts, generate_all(engine, prompts, sampling, "sampling").values(), strict=True):
         texts = [text_of(done, sampling.stop_token_ids, tokenizer, prompt.tokens) for done in completions]
         both = zip(completions, texts, strict=True)
         inputs = [to_reward(done, text, prompt.text, prompt.facts) for done, text in both]
-        groups.append(SampledGroup(prompt, completions, texts, inputs))
-    return groups
+        yield SampledGroup(prompt, completions, texts, inputs)
 
 
 def acted(
@@ -221,35 +209,31 @@ def acted(
     sampling: Sampling,
     tokenizer: PreTrainedTokenizerBase,
     live: Live | None,
-) -> list[SampledGroup]:
+) -> Iterator[SampledGroup]:
     """Sample episodes of each prompt. A group's prompt is that of its first episode."""
     seeds, one = [seed_of(sampling.seed, prompt.row) for prompt in prompts], replace(sampling, num_generations=1)
     starts = [start_of(prompt.facts) for prompt in prompts]
     seen = live or (lambda index, trajectory: None)
     made = episodes.run(starts, sampling.num_generations, one, seeds, seen)
-    groups = []
     for prompt, group in zip(prompts, made, strict=True):
         first = group[0].prompt
         completions = [Completion(each.tokens, each.logprobs, each.finish_reason, each.version) for each in group]
         texts = [str(tokenizer.decode(each.tokens)) for each in group]
         inputs = [rewarded_as(each, prompt.facts) for each in group]
         shown = replace(prompt, text=str(tokenizer.decode(first)), tokens=first)
-        groups.append(SampledGroup(shown, completions, texts, inputs))
-    return groups
+        yield SampledGroup(shown, completions, texts, inputs)
 
 
-def rewarded(groups: Sequence[SampledGroup], rewards: Rewards) -> list[SampledGroup]:
+def rewarded(groups: Sequence[SampledGroup], rewards: Rewards) -> Iterator[SampledGroup]:
     """The groups with their rewards; the completions of all groups are rewarded together."""
     results = iter(rewards([completion for group in groups for completion in group.inputs]))
-    made = []
     for group in groups:
         some = list(itertools.islice(results, len(group.inputs)))
         sums = [
             " + ".join(f"{part.weight:g} x {shown_number(part.value)} ({part.name})" for part in reward.parts)
             for reward in some
         ]
-        made.append(replace(group, rewards=[reward.total for reward in some], parts=sums))
-    return made
+        yield replace(group, rewards=[reward.total for reward in some], parts=sums)
 
 
 def token_faults(

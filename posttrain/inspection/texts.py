@@ -90,12 +90,10 @@ def jaccard(first: Array, second: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The rows of all sets, in order. `sets` gives the index of each row's set in `names`, whose first entry is
-    `train`.
+    """The rows of all sets, in order. `sets`: the index of each row's set in `names`, whose first entry is `train`.
 
-    `prompt_keys` and `row_keys` are hashes of the exact strings; a row without a prompt has the prompt key 0.
-    `turned_keys` hash pairs with chosen and rejected exchanged. `cut` names sources of which only the first rows were
-    read.
+    `prompt_keys` and `row_keys` hash the exact strings; a row without a prompt has the prompt key 0. `turned_keys` hash
+    pairs with chosen and rejected exchanged. `cut` names sources of which only the first rows were read.
     """
 
     names: tuple[str, ...]

@@ -40,17 +40,13 @@ def nll(logprob_N: Tensor) -> Tensor:
 
 def dft(logprob_N: Tensor) -> Tensor:
     """−p log p with p detached [N]: each token's loss is weighted by its probability. DFT, arXiv 2508.05629, eq. 9.
-
-    The gradient of −log p has a factor 1 / p, which makes unlikely targets outweigh all others; this removes it.
-    """
+    The gradient of −log p has a factor 1 / p, which makes unlikely targets outweigh all others; this removes it."""
     return nll(logprob_N) * logprob_N.detach().exp()
 
 
 def eaft(logprob_N: Tensor, top_entropy_N: Tensor, eaft_alpha: float) -> Tensor:
     """−(H / log K)^α log p [N], with H the entropy of the K most likely tokens, detached. EAFT, arXiv 2601.02151.
-
-    Where the model is certain of another token than the target, learning the target would change it most.
-    """
+    Where the model is certain of another token than the target, learning the target would change it most."""
     return nll(logprob_N) * top_entropy_N.detach() ** eaft_alpha
 
 
@@ -121,11 +117,9 @@ def own_loss(
     each entry of the first input, or a tuple that begins with these values. Raises ConfigError if it does not or,
     unless it `may_couple`, if the values depend; and RewardError if there is no such function.
     """
-    function = find_function(name)
+    function, where = find_function(name), f"method.loss_type: {name}"
     if unknown := sorted(keywords_of(function) - settings.keys()):
-        raise ConfigError(
-            f"method.loss_type: {name} takes the keyword {', '.join(unknown)}; this method offers {', '.join(settings)}"
-        )
+        raise ConfigError(f"{where} takes the keyword {', '.join(unknown)}; this method offers {', '.join(settings)}")
 
     def tried(tensors: Sequence[Tensor]) -> Tensor:
         leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
@@ -133,18 +127,16 @@ def own_loss(
             with torch.enable_grad():
                 values = called(function, *arguments(*leaves), **settings)
         except Exception as error:  # the user's code may raise any
-            raise ConfigError(f"method.loss_type: {name} failed with {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{where} failed with {type(error).__name__}: {error}") from error
         values = values[0] if isinstance(values, tuple) else values
         size = len(tensors[0])
         if not isinstance(values, Tensor) or values.shape != (size,):
             got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ConfigError(f"method.loss_type: {name} returned {got}; it must return one value for each of {size}")
+            raise ConfigError(f"{where} returned {got}; it must return one value for each of {size}")
         if not values.isfinite().all():
-            raise ConfigError(
-                f"method.loss_type: {name} returned {values.tolist()} for {[t.tolist() for t in tensors]}"
-            )
+            raise ConfigError(f"{where} returned {values.tolist()} for {[t.tolist() for t in tensors]}")
         if not values.requires_grad:
-            raise ConfigError(f"method.loss_type: {name} has no gradient: it does not depend on the policy")
+            raise ConfigError(f"{where} has no gradient: it does not depend on the policy")
         return values.detach()
 
     half = len(inputs[0]) // 2
@@ -152,8 +144,8 @@ def own_loss(
     couples = not torch.allclose(whole[:half], first)
     if couples and not may_couple:
         raise ConfigError(
-            f"method.loss_type: {name} gives values that depend on others of the batch, such as a mean over it; only a "
-            "loss on pairs may do that, because a batch is several packs"
+            f"{where} gives values that depend on others of the batch, such as a mean over it; only a loss on "
+            "pairs may do that, because a batch is several packs"
         )
     return function, couples
 

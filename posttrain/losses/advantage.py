@@ -76,10 +76,8 @@ class Turns:
 
 
 def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """RLOO: A_i = r_i − the mean reward of the group's other completions. [S]. arXiv 2402.14740, eq. 7.
-
-    This baseline is independent of completion i, so the gradient is unbiased. The only completion of a group has A = 0.
-    """
+    """RLOO: A_i = r_i − the mean reward of the group's other completions. [S]. arXiv 2402.14740, eq. 7. This baseline
+    is independent of completion i, so the gradient is unbiased. The only completion of a group has A = 0."""
     reward, index_S, count_G = _groups(reward_S, group_S)
     others_S = (count_G - 1)[index_S]
     baseline_S = (_sums(reward, index_S, count_G)[index_S] - reward) / others_S.clamp(min=1)
@@ -117,11 +115,8 @@ def whitened(reward: Tensor) -> Tensor:
 
 def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -> Tensor:
     """The return of each token, Σ_{k ≥ t} γ^(k − t) r_k over the rest of its sequence. [N].
-
-    `sequence_N` is ascending, and the tokens of a sequence are in order.
-    """
-    zeros = torch.zeros_like(reward_N)
-    return gae(reward_N, zeros, sequence_N, gamma=gamma, lam=1.0)[0]
+    `sequence_N` is ascending, and the tokens of a sequence are in order."""
+    return gae(reward_N, torch.zeros_like(reward_N), sequence_N, gamma=gamma, lam=1.0)[0]
 
 
 def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

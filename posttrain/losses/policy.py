@@ -31,9 +31,7 @@ LEAST_LOG_W = math.log(1e-8)  # of VESPO's weight, as in its authors' code
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
     """REINFORCE: −A log π, whose gradient −A ∇ log π estimates the policy gradient (Williams 1992, section 5).
-
-    A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean.
-    """
+    A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean."""
     check_shapes(logprob=logprob, advantage=advantage)
     return -advantage * logprob
 
@@ -164,10 +162,8 @@ def policy_loss_named(name: str) -> PolicyLoss:
     inputs = [torch.tensor(n) for n in ([-1.0, -2.0, -0.5, -3.0], [-1.1, -1.5, -0.4, -3.2], [1.0, 1.0, -0.5, -0.5])]
     function, _ = own_loss(name, settings, inputs)
     average = getattr(function, "average", "rollout_tokens")
-    if average not in get_args(Average):
-        raise ConfigError(
-            f"method.loss_type: {name}.average is {average!r}: it is one of {', '.join(get_args(Average))}"
-        )
+    if average not in (known := get_args(Average)):
+        raise ConfigError(f"method.loss_type: {name}.average is {average!r}: it is one of {', '.join(known)}")
     return PolicyLoss(function, cast(Average, average))
 
 
@@ -233,18 +229,15 @@ def token_weights(average: Average, length_S: Tensor, sequence_N: Tensor, counts
         max_length       1 / (completions · max length)  Dr. GRPO
         sums             1 / completions                 LUSPO
     """
-    match average:
-        case "sequences":
-            return 1.0 / (counts.sequences * length_S.clamp(min=1).float())[sequence_N]
-        case "update_tokens":
-            weight = 1.0 / counts.tokens
-        case "rollout_tokens":
-            weight = 1.0 / counts.rollout_tokens
-        case "max_length":
-            weight = 1.0 / (counts.sequences * counts.max_length)
-        case "sums":
-            weight = 1.0 / counts.sequences
-    return torch.full(sequence_N.shape, weight, device=sequence_N.device)
+    if average == "sequences":
+        return 1.0 / (counts.sequences * length_S.clamp(min=1).float())[sequence_N]
+    divisors = {
+        "update_tokens": counts.tokens,
+        "rollout_tokens": counts.rollout_tokens,
+        "max_length": counts.sequences * counts.max_length,
+        "sums": counts.sequences,
+    }
+    return torch.full(sequence_N.shape, 1.0 / divisors[average], device=sequence_N.device)
 
 
 def sampling_weights(

@@ -64,18 +64,16 @@ class Pairs:
 
     def per_token(self) -> "Pairs":
         """The same pairs with the policy's log-probabilities as means over each completion's tokens."""
-        return self.with_policy(
-            self.chosen_P / self.chosen_length_P.clamp(min=1), self.rejected_P / self.rejected_length_P.clamp(min=1)
-        )
+        chosen_P = self.chosen_P / self.chosen_length_P.clamp(min=1)
+        return self.with_policy(chosen_P, self.rejected_P / self.rejected_length_P.clamp(min=1))
 
 
 @torch.no_grad()
 def preference_metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
     """TRL's metrics as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
 
-    The implicit reward of a completion is β (log π − log π_ref) (arXiv 2305.18290, eq. 5, without the term
-    that depends on the prompt only). A tie does not count as accurate, so `rewards/accuracies` is 0 while the policy
-    is its reference.
+    The implicit reward of a completion is β (log π − log π_ref) (arXiv 2305.18290, eq. 5, without the term of the
+    prompt only). A tie does not count as accurate, so `rewards/accuracies` is 0 while the policy is its reference.
     """
     chosen_P, rejected_P = beta * pairs.chosen_logratio_P, beta * pairs.rejected_logratio_P
     return {
@@ -118,9 +116,7 @@ def ipo(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
 
 def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
     """EXO with two completions: KL(p_θ ‖ p), p_θ = softmax(β s(c), β s(r)), p = (1 − ε, ε). arXiv 2402.00856, eq. 16.
-
-    ε = `label_smoothing` must be above 0 (the paper uses 1e-3). Zero exactly where σ(β (s(c) − s(r))) = 1 − ε.
-    """
+    ε = `label_smoothing` must be above 0 (the paper uses 1e-3). Zero exactly where σ(β (s(c) − s(r))) = 1 − ε."""
     logit_P = beta * _score_margin(pairs, score)
     log_win = logit_P.new_full((), -label_smoothing).log1p()
     log_lose = logit_P.new_full((), label_smoothing).log()
@@ -136,9 +132,7 @@ def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
 
 def robust(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
     """Robust DPO: ((1 − ε) L(c, r) − ε L(r, c)) / (1 − 2ε) with L the sigmoid loss. arXiv 2403.00409.
-
-    The unbiased estimate of the clean loss if a label is flipped with probability ε = `label_smoothing` < 1/2.
-    """
+    The unbiased estimate of the clean loss if a label is flipped with probability ε = `label_smoothing` < 1/2."""
     logit_P = beta * _score_margin(pairs, score)
     clean_P, flipped_P = -F.logsigmoid(logit_P), -F.logsigmoid(-logit_P)
     return ((1 - label_smoothing) * clean_P - label_smoothing * flipped_P) / (1 - 2 * label_smoothing)
@@ -185,9 +179,7 @@ def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
 
 def discopop(pairs: Pairs, *, beta: float, discopop_tau: float, score: Score) -> Tensor:
     """DiscoPOP: −(1 − m) log σ(x) + m e^(−x) with x = β (s(c) − s(r)), m = σ(x/τ). arXiv 2406.08414, eq. 5.
-
-    τ = `discopop_tau`. m e^(−x) is computed as one exponential, which for τ < 1 is finite where e^(−x) overflows.
-    """
+    τ = `discopop_tau`. m e^(−x) is computed as one exponential, which for τ < 1 is finite where e^(−x) overflows."""
     logit_P = beta * _score_margin(pairs, score)
     logistic_P = -F.logsigmoid(logit_P) * torch.sigmoid(-logit_P / discopop_tau)
     return logistic_P + torch.exp(F.logsigmoid(logit_P / discopop_tau) - logit_P)

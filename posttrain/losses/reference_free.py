@@ -49,9 +49,7 @@ def bradley_terry(
 @torch.no_grad()
 def reward_metrics(chosen_P: Tensor, rejected_P: Tensor, tie_P: Tensor | None = None) -> dict[str, Tensor]:
     """TRL's means as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
-
-    `accuracy` and `margin` exclude ties: divide them by the number of pairs that are not ties.
-    """
+    `accuracy` and `margin` exclude ties: divide them by the number of pairs that are not ties."""
     decided_P = torch.ones_like(chosen_P) if tie_P is None else (~tie_P).to(chosen_P.dtype)
     return {
         "mean_reward": (chosen_P + rejected_P).sum() / 2,
@@ -79,9 +77,7 @@ def log_odds_ratio(pairs: Pairs) -> Tensor:
 
 def odds_ratio(pairs: Pairs, *, beta: float) -> Tensor:
     """ORPO's comparison: −β log σ(log odds(chosen) − log odds(rejected)), β the paper's λ. arXiv 2403.07691, eq. 6, 7.
-
-    The full loss is this plus the negative log-likelihood of the chosen completion.
-    """
+    The full loss is this plus the negative log-likelihood of the chosen completion."""
     return -beta * F.logsigmoid(log_odds_ratio(pairs))
 
 

@@ -79,21 +79,16 @@ class RunningMean:
 
     def after(self, value_S: Tensor) -> "RunningMean":
         """The mean including `value_S`."""
-        count = self.count + value_S.numel()
-        return RunningMean(
-            self.mean + (float(value_S.detach().double().mean()) - self.mean) * value_S.numel() / count, count
-        )
+        count, mean = self.count + value_S.numel(), float(value_S.detach().double().mean())
+        return RunningMean(self.mean + (mean - self.mean) * value_S.numel() / count, count)
 
 
 @torch.no_grad()
 def unpaired_metrics(
     logprob_S: Tensor, logratio_S: Tensor, desirable_S: Tensor, beta: float, num_desirable: int, num_undesirable: int
 ) -> dict[str, Tensor]:
-    """TRL's means of each class, as shares that add up over the parts of a step.
-
-    `num_desirable` and `num_undesirable` count the complete step; a class without completions has no metrics, and the
-    margin needs both classes.
-    """
+    """TRL's means of each class, as shares that add up over the parts of a step. `num_desirable` and `num_undesirable`
+    count the complete step; a class without completions has no metrics, and the margin needs both classes."""
     metrics = {}
     for name, member_S, count in (("chosen", desirable_S, num_desirable), ("rejected", ~desirable_S, num_undesirable)):
         if count:

@@ -153,7 +153,6 @@ def probe(config: RunConfig, model: ModelConfig, data: Prepared, limit: int | No
 
 def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
     """Return the largest size from `low` to `high` that fits, and the smallest that did not; either may be None.
-
     The size is doubled, then bisected until the gap is a sixteenth of the size."""
     if not fits(low):
         return None, low

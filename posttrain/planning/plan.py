@@ -160,13 +160,10 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     table.add_row("per step", f"{batch}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs")
     if method.samples_completions:
         most, n = config.rollout.max_completion_length, training.batch_size * method.completions_per_prompt
-        table.add_row(
-            "per rollout",
-            f"{counted(n, 'completion')} of up to {counted(most, 'token')}, then {counted(method.updates, 'update')}",
-        )
-        table.add_row(
-            "in total", f"up to {counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
-        )
+        sampled = f"{counted(n, 'completion')} of up to {counted(most, 'token')}"
+        table.add_row("per rollout", f"{sampled}, then {counted(method.updates, 'update')}")
+        made = f"{counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
+        table.add_row("in total", f"up to {made}")
     table.add_row("steps", f"{steps:,} ({steps / per_epoch:.2f} epochs of {per_epoch:,})")
     if config.data.mixing == "interleave":
         sizes, order = np.bincount(data.train.sources), epoch_order(config, data.train, 0)
@@ -209,9 +206,6 @@ def _binary(size: int) -> str:
 
 def _sampled_steps(epoch: FirstEpoch, tokens_per_pack: int) -> tuple[float, float, float]:
     """Mean numbers of packs, tokens and scored tokens per step, over the first SAMPLED_STEPS steps of training."""
-    counts = []
-    for rows in epoch.rows()[:SAMPLED_STEPS]:
-        packs = epoch.packs(rows, tokens_per_pack)
-        tokens = sum(p.num_tokens for p in packs)
-        counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
+    steps = (epoch.packs(rows, tokens_per_pack) for rows in epoch.rows()[:SAMPLED_STEPS])
+    counts = [(len(packs), sum(p.num_tokens for p in packs), sum(len(p.target_N) for p in packs)) for packs in steps]
     return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]

@@ -1,11 +1,9 @@
 """Charts: curves, dots, and means with their intervals.
-
-The pages' script (`hover.js`) reads the attribute `data-points` to show the values under the pointer.
-"""
+The pages' script (`hover.js`) reads the attribute `data-points` to show the values under the pointer."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -65,7 +63,7 @@ def chart(
     marks = ticks(x.low, x.high, 5)
     if x_label == "step":
         marks = [value for value in marks if value == int(value)] or [math.ceil(x.low)]
-    parts = _axes(x, y, width, height, marks)
+    parts = [*_axes(x, y, size, marks)]
     points, named, described = [], [], []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
@@ -105,7 +103,7 @@ def scatter(points: Sequence[tuple[float, float, bool]], title: str, marks: Mapp
         for at, value, full in points
     ]
     described = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
-    return Drawing(title, SIZE, [*_axes(x, y, width, height, marks), *dots], described)
+    return Drawing(title, SIZE, [*_axes(x, y, SIZE, marks), *dots], described)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -138,18 +136,16 @@ def _middle(values: Sequence[float]) -> list[float]:
     return finite[rare : len(finite) - rare]
 
 
-def _axes(x: Scale, y: Scale, width: int, height: int, marks: Sequence[float] | Mapping[float, str]) -> list[Markup]:
+def _axes(x: Scale, y: Scale, size: tuple[int, int], marks: Sequence[float] | Mapping[float, str]) -> Iterator[Markup]:
     """Grid lines with their values, and x-axis labels at `marks`; a mapping also gives the text of the labels."""
-    parts = []
-    levels = ticks(y.low, y.high, 4)
+    levels, (width, height) = ticks(y.low, y.high, 4), size
     for value, label in zip(levels, labels(levels), strict=True):
         at = f"{y(value):.1f}"
-        parts.append(el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at))
-        parts.append(el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}"))
+        yield el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at)
+        yield el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}")
     named = marks if isinstance(marks, Mapping) else dict(zip(marks, labels(marks), strict=True))
     for value, label in named.items():
-        parts.append(el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6))
-    return parts
+        yield el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6)
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:
@@ -190,25 +186,22 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False) -> Drawi
         parts.append(el("text", label, class_="tick middle", x=at, y=bottom + 15))
     if zero:
         parts.append(el("line", class_="zero", x1=f"{x(0):.1f}", x2=f"{x(0):.1f}", y1=0, y2=bottom))
-    for number, row in enumerate(rows):
-        parts += _row(row, x, ROW * number)
+    parts += [part for number, row in enumerate(rows) for part in _row(row, x, ROW * number)]
     described = "; ".join(f"{row.label} {_written(row)}" for row in rows)
     return Drawing(title, (INTERVALS, bottom + 20), parts, described)
 
 
-def _row(row: Interval, x: Scale, top: int) -> list[Markup]:
+def _row(row: Interval, x: Scale, top: int) -> Iterator[Markup]:
     middle, key = top + 26, "quiet" if row.colour is None else f"c{row.colour}"
-    parts = [
-        el("text", short(row.label, LONGEST), class_="name", x=EDGE, y=top + 14),
-        el("text", _written(row), class_="tick end", x=INTERVALS - EDGE, y=top + 14),
-    ]
+    yield el("text", short(row.label, LONGEST), class_="name", x=EDGE, y=top + 14)
+    yield el("text", _written(row), class_="tick end", x=INTERVALS - EDGE, y=top + 14)
     if row.band is not None:
         left, right = x(-row.band), x(row.band)
-        parts.append(el("rect", class_="band", x=f"{left:.1f}", y=middle - 6, width=f"{right - left:.1f}", height=12))
+        yield el("rect", class_="band", x=f"{left:.1f}", y=middle - 6, width=f"{right - left:.1f}", height=12)
     if row.low is not None and row.high is not None:
-        parts.append(el("path", d=f"M{x(row.low):.1f} {middle}H{x(row.high):.1f}", class_=f"line {key}"))
-    parts += [el("path", d=f"M{x(dot):.1f} {middle - 5}v10", class_=f"line {key} raw") for dot in row.dots]
-    return [*parts, el("circle", cx=f"{x(row.value):.1f}", cy=middle, r=4, class_=f"dot {key}")]
+        yield el("path", d=f"M{x(row.low):.1f} {middle}H{x(row.high):.1f}", class_=f"line {key}")
+    yield from (el("path", d=f"M{x(dot):.1f} {middle - 5}v10", class_=f"line {key} raw") for dot in row.dots)
+    yield el("circle", cx=f"{x(row.value):.1f}", cy=middle, r=4, class_=f"dot {key}")
 
 
 def _written(row: Interval) -> str:

@@ -1,6 +1,6 @@
 """The best and the worst completions of a run, with the parts of their rewards and the text that rules matched."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ Span = tuple[int, int, str]  # from, to, class
 
 def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Html]:
     """Yield a section for the last stored step and for each data set's last evaluation; none without stored rollouts.
-
-    A message about what cannot be read is added to `missing`.
-    """
+    A message about what cannot be read is added to `missing`."""
     if not (folder / NAME).is_file():
         return
     try:
@@ -99,22 +97,20 @@ def _part(name: str, part: object) -> Markup:
     return el("li", text, class_=sign)
 
 
-def spans(text: str, parts: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> list[Span]:
+def spans(text: str, parts: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Iterator[Span]:
     """The text that rules matched: tags that occur exactly once, and the last occurrence of each extracted answer."""
-    matches: list[Span] = []
     for tag in dict.fromkeys(tag for name in parts for tag in tags.get(name, ())):
         if tag and text.count(tag) == 1:
             at = text.index(tag)
-            matches.append((at, at + len(tag), "tag"))
+            yield at, at + len(tag), "tag"
     for part in parts.values():
         answer = _mapping(part).get("extracted")
         answer = answer.strip() if isinstance(answer, str) else ""
         if answer and (at := text.rfind(answer)) >= 0:
-            matches.append((at, at + len(answer), "answer"))
-    return matches
+            yield at, at + len(answer), "answer"
 
 
-def marked(text: str, matches: Sequence[Span]) -> Markup:
+def marked(text: str, matches: Iterable[Span]) -> Markup:
     """The string with its spans marked; long parts between them are cut. Of overlapping spans, the first is marked."""
     pieces: list[object] = []
     done, room = 0, LONGEST

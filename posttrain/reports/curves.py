@@ -34,9 +34,7 @@ class Panel:
     same: bool = False  # methods log the same quantity under these names
 
 
-PANELS = tuple(
-    Panel(**{**panel, "metrics": tuple(panel["metrics"])}) for panel in table_beside(__file__, "panels.yaml")
-)
+PANELS = tuple(Panel(**panel | {"metrics": tuple(panel["metrics"])}) for panel in table_beside(__file__, "panels.yaml"))
 KNOWN = {name for panel in PANELS for name in panel.metrics}
 
 
@@ -58,9 +56,7 @@ def single_panels() -> tuple[Panel, ...]:
 
 def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
     """Yield the lines of the panel's training metrics, and dashed lines of the same metrics in validation.
-
-    `eval_{name}_{metric}` is the metric on the data set `name`; `eval_{metric}`, on the validation set.
-    """
+    `eval_{name}_{metric}` is the metric on the data set `name`; `eval_{metric}`, on the validation set."""
     names = series.names
     metrics = KNOWN.union(name for name in names if not name.startswith("eval_"))
     several = len([name for name in panel.metrics if name in names]) > 1
@@ -109,9 +105,8 @@ def write_curves(folder: Path, path: Path, title: str) -> None:
     for index, (panel, lines) in enumerate(panels):
         row, column = divmod(index, columns)
         left, bottom = WIDE * column + LEFT, HIGH * (rows - 1 - row) + BELOW
-        axes = figure.add_axes(
-            (left / width, bottom / height, (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height)
-        )
+        size = (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height
+        axes = figure.add_axes((left / width, bottom / height, *size))
         first, last = min(series.steps), max(series.steps)
         margin = max(1, 0.02 * (last - first))
         axes.set_xlim(first - margin, last + margin)

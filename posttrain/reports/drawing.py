@@ -40,9 +40,7 @@ class Key:
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """A drawing with its title and legend: a figure on a page, or part of an image file.
-
-    `parts` are SVG elements in a box of `size` pixels; `described` is their content in words.
-    """
+    `parts` are SVG elements in a box of `size` pixels; `described` is their content in words."""
 
     title: str
     size: tuple[int, int]

@@ -1,7 +1,5 @@
 """`report.html`: a run, a pipeline of runs, or several runs side by side, on one self-contained page.
-
-The page names what is missing or damaged, and shows the rest.
-"""
+The page names what is missing or damaged, and shows the rest."""
 
 import math
 import os
@@ -61,9 +59,7 @@ class ReportedRun(RunSummary):
 
 def write_report(folder: Path, title: str = "", path: Path | None = None) -> Path:
     """Write a report about the run in `folder` to its report.html, or to `path`, atomically; returns the path.
-
-    Raises RunError if the page cannot be written.
-    """
+    Raises RunError if the page cannot be written."""
     run, path = ReportedRun(folder), path or folder / REPORT
     title = title or (f"{run.method} of {run.model}" if run.config else run.name)
     write_page(path, title, run_page(run), cards(run))
@@ -151,10 +147,8 @@ def points_of(lines: int) -> int:
 
 def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
     """The first and last values of every metric, in training and in validation."""
-    ends = {}
-    for name in series.names:
-        values = [value for value in series.points(name)[1] if math.isfinite(value)]
-        ends[name] = (values[0], values[-1]) if values else ("", "")
+    finite = {name: list(filter(math.isfinite, series.points(name)[1])) for name in series.names}
+    ends = {name: (values[0], values[-1]) if values else ("", "") for name, values in finite.items()}
     names = [name for name in ends if name not in FACTS and not name.startswith("eval_")]
     names += [name[5:] for name in ends if name.startswith("eval_") and name[5:] not in names]
     rows = [[name, *ends.get(name, ("", "")), *ends.get(f"eval_{name}", ("", ""))] for name in names]
@@ -185,9 +179,7 @@ def below(root: Path) -> list[ReportedRun]:
 
 def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
     """Write a report about all runs below `root` to its report.html, or to `path`; returns the path.
-
-    Raises RunError if the page cannot be written.
-    """
+    Raises RunError if the page cannot be written."""
     path, runs = path or root / REPORT, below(root)
     most = points_of(12 * len(runs))
     each = [_of_run(run, most) for run in runs]  # before the overview, because this adds to what is missing
@@ -266,10 +258,8 @@ def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
     """A chart for each metric that at least two runs have, with a line for each run."""
     first = [name for run in runs for name in of_method(run.method)]
     names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))
-    shown = [
-        (kind, [run for run in runs if kind in run.series.names]) for name in names for kind in (name, f"eval_{name}")
-    ]
-    shown = [(kind, having) for kind, having in shown if len(having) > 1]
+    kinds = [kind for name in names for kind in (name, f"eval_{name}")]
+    shown = [(kind, having) for kind in kinds if len(having := [run for run in runs if kind in run.series.names]) > 1]
     most = points_of(sum(len(having) for _, having in shown))
     shares = {name for panel in PANELS if panel.share for name in panel.metrics}
     for kind, having in shown:

@@ -91,11 +91,8 @@ def root_of(
     model_index: int | None = None,
     compared: bool = False,
 ) -> Path:
-    """The folder of all runs of a configuration, as `train` chooses it.
-
-    A run without a name is named after its methods or stages, its model and the time. Raises RunError if the run has no
-    name but an existing run is needed.
-    """
+    """The folder of all runs of a configuration, as `train` chooses it. A run without a name is named after its methods
+    or stages, its model and the time. Raises RunError if the run has no name but an existing run is needed."""
     if isinstance(resume, Path):
         return resume.parent / resume.name
     first, name = stages[0].config, stages[0].config.name
@@ -146,9 +143,7 @@ def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> None:
 
 def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[str, Any]) -> None:
     """Raise RankError on every rank, before anything is written, if a rank was not started like the first one.
-
-    `options` are the command's options. training/job.py compares the data of the ranks after reading it.
-    """
+    `options` are the command's options. training/job.py compares the data of the ranks after reading it."""
     if ranks.size == 1:
         return
     facts: dict[str, Any] = {}

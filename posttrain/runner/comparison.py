@@ -41,11 +41,8 @@ from posttrain.training.job import data_of
 def methods_as_stages(
     config: str | None, overrides: Sequence[str], flags: Mapping[str, str], names: Sequence[str]
 ) -> tuple[Stage, ...]:
-    """The settings with each method in turn, as independent stages.
-
-    A method is dropped with a warning if its settings or the data do not allow it. Raises ConfigError with the reasons
-    if fewer than two methods remain.
-    """
+    """The settings with each method in turn, as independent stages. A method is dropped with a warning if its settings
+    or the data do not allow it. Raises ConfigError with the reasons if fewer than two methods remain."""
     stages: list[Stage] = []
     refused: dict[str, str] = {}
     for name in names:
@@ -139,7 +136,6 @@ def read_finished(name: str, folder: Path) -> ComparedRun:
 
 def against_each_other(runs: Sequence[ComparedRun]) -> tuple[Comparison, Comparison]:
     """Compare every pair of methods, with p adjusted for all pairs; and of these, the best method with the others.
-
     `runs`: best first; the better of a pair is B."""
     names = [run.entry.name for run in reversed(runs)]
     suites = [{SUITE: Scores("reward", run.answers)} for run in reversed(runs)]
@@ -188,12 +184,9 @@ def shared_prompts(runs: Sequence[ComparedRun]) -> tuple[int, int]:
 
 def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:
     """Write `comparison.json`, `.svg` and `.html` for these finished runs to the folder, and print the tables.
-
-    A single run is only compared with its start.
-    """
-    runs = sorted(
-        (read_finished(name, path) for name, path in folders.items()), key=lambda run: -run.entry.reward.value
-    )
+    A single run is only compared with its start."""
+    finished = [read_finished(name, path) for name, path in folders.items()]
+    runs = sorted(finished, key=lambda run: -run.entry.reward.value)
     entries, start = [run.entry for run in runs], runs[0].start
     table = methods_table(entries, start)
     (shared, every), note = shared_prompts(runs), ""

@@ -214,7 +214,4 @@ def finish(loop: Loop) -> None:
 
 def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:
     """The last value of every metric except step, epoch and time."""
-    values: dict[str, float] = {}
-    for line in lines:
-        values |= {k: v for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}
-    return values
+    return {k: v for line in lines for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}

@@ -65,11 +65,8 @@ class Task:
 
 
 class Pipeline:
-    """All runs of a configuration in their order, in the folder `root`: model by model, stage by stage.
-
-    `keeps_going`: whether independent runs are still trained after a failure. Raises ConfigError for an unknown stage
-    or model.
-    """
+    """All runs of a configuration in their order, in the folder `root`: model by model, stage by stage. `keeps_going`:
+    whether independent runs are still trained after a failure. Raises ConfigError for an unknown stage or model."""
 
     def __init__(
         self,
@@ -233,9 +230,7 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
 
 def is_finished(task: Task) -> bool:
     """Whether the run is finished with these settings, and its final model is intact.
-
-    Raises RunError if the settings or the models differ.
-    """
+    Raises RunError if the settings or the models differ."""
     if read_run(task.folder).state != "finished" or verify(task.final):
         return False
     refuse_changes(task.folder, task.config)

@@ -184,9 +184,7 @@ def _report(sweep: Sweep) -> None:
 
 def _compare(sweep: Sweep, console: PlainConsole) -> None:
     """Compare the best settings with the next best, as `posttrain compare` does, if every run has stored rollouts.
-
-    Runs that differ only in their seed form one side, unless only the seed was swept.
-    """
+    Runs that differ only in their seed form one side, unless only the seed was swept."""
     groups = sweep.groups()
     if len(groups) == 1:
         groups = [(trial.settings, [trial]) for trial in groups[0][1]]

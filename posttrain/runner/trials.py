@@ -59,9 +59,7 @@ class Space:
 
     def trials(self, at_random: int | None, seed: int) -> list[Settings]:
         """All combinations, with the last setting varying fastest; or `at_random` different ones in random order.
-
-        Raises ConfigError for a range of fractions in a grid, and for more trials than there are combinations.
-        """
+        Raises ConfigError for a range of fractions in a grid, and for more trials than there are combinations."""
         endless = next((path for path, values in self.swept.items() if not len(values)), None)
         if endless is not None and at_random is None:
             raise ConfigError(f"{endless}: a range of fractions has too many values: add --random N, or list values")
@@ -96,9 +94,7 @@ class Space:
 
 def read_space(overrides: Sequence[str]) -> Space:
     """Parse overrides such as `a.b=1,2,3` and `a.b=1e-6..1e-4`; an override with a single value is fixed.
-
-    Raises ConfigError for an empty range, a value that is empty or given twice, and a setting that is given twice.
-    """
+    Raises ConfigError for an empty range, a value that is empty or given twice, and a setting that is given twice."""
     swept: dict[str, tuple[str, ...] | Range] = {}
     fixed: list[str] = []
     for text in overrides:
@@ -164,9 +160,7 @@ ENDED = (FINISHED, STOPPED)
 @dataclass(slots=True)
 class Trial:
     """One run: `name` is its folder, `value` the metric at the last evaluation, `best` the best value, at `best_step`.
-
-    `stop_at`: the step after which the median rule ends the run. `reason`: why the run was stopped early or failed.
-    """
+    `stop_at`: the step after which the median rule ends the run. `reason`: why the run was stopped early or failed."""
 
     name: str
     settings: Settings
@@ -254,9 +248,7 @@ def read_sweep(root: Path) -> Sweep:
 
 def joined(old: Sweep, new: Sweep) -> Sweep:
     """The sweep `new` with the trials of `old`, followed by those whose settings `old` lacks.
-
-    Raises RunError if the metric or the stopping rule differs, or if `new` lacks the settings of a trial of `old`.
-    """
+    Raises RunError if the metric or the stopping rule differs, or if `new` lacks the settings of a trial of `old`."""
     known, wanted = ([trial.settings for trial in sweep.trials] for sweep in (old, new))
     for name in ("metric", "stopping"):
         if getattr(old, name) != getattr(new, name):
@@ -284,14 +276,10 @@ Curve = Sequence[tuple[int, float | None]]  # (step, value) of every evaluation 
 
 def median_to_beat(step: int, earlier: Sequence[Curve], lower_is_better: bool) -> float | None:
     """The median, over the earlier trials that reached `step`, of the mean of their values up to `step`.
-
-    None with fewer than FEWEST such trials. The evaluation before training, at step 0, does not count.
-    """
-    means = []
-    for curve in earlier:
-        values = [_worst(value, lower_is_better) for at, value in curve if 0 < at <= step]
-        if values and max(at for at, _ in curve) >= step:
-            means.append(statistics.fmean(values))
+    None with fewer than FEWEST such trials. The evaluation before training, at step 0, does not count."""
+    reached = (curve for curve in earlier if any(at >= step for at, _ in curve))
+    known = ([_worst(value, lower_is_better) for at, value in curve if 0 < at <= step] for curve in reached)
+    means = [statistics.fmean(values) for values in known if values]
     return statistics.median(means) if len(means) >= FEWEST else None
 
 

@@ -30,7 +30,7 @@ from posttrain.base.console import PlainConsole
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.words import counted
 from posttrain.config import RunConfig, Stage, TrackingConfig
-from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.checkpoint import list_checkpoints, step_of
 from posttrain.runs.finding import find_runs
 from posttrain.runs.logs import ConsoleLog
 from posttrain.runs.managing.facts import BitComparison, compare_runs
@@ -164,7 +164,6 @@ class Training:
 
     def run(self, kill: Kill | None = None) -> bool:
         """Train, or resume the runs, in a new process to the end, or until `kill`.
-
         Returns whether the process was killed. Raises RunError if it fails."""
         self._runs, self._search_at, self.moved = find_runs(self.root), 0.0, False
         self._known = {run: _identity(run) for run in self._runs}
@@ -240,8 +239,7 @@ class Training:
 
     def saved_steps(self) -> int:
         """The number of steps that a resume does not repeat."""
-        newest = [path for run in find_runs(self.root) for path in list_checkpoints(run)[-1:]]
-        return sum(int(path.name.rpartition("-")[2]) for path in newest)
+        return sum(step_of(path) for run in find_runs(self.root) for path in list_checkpoints(run)[-1:])
 
 
 def _identity(run: Path) -> tuple[int, int]:

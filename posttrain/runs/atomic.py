@@ -20,9 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def write_file(path: Path, data: str | bytes) -> None:
     """Write `data` (a string as UTF-8) to `path`, replacing it atomically.
-
-    Raises RunError if it cannot be written. The previous content is then unchanged, as it is after Ctrl-C.
-    """
+    Raises RunError if it cannot be written. The previous content is then unchanged, as it is after Ctrl-C."""
     with writing(path):
         put_file(path, data)
 
@@ -46,9 +44,7 @@ def remove(path: Path) -> None:
 
 def recover(folder: Path) -> list[str]:
     """Remove or restore the leftovers of crashes directly in `folder`; returns their names.
-
-    Call this only while no other process writes in `folder` (a `Run` holds its lock).
-    """
+    Call this only while no other process writes in `folder` (a `Run` holds its lock)."""
     with refusing(f"cannot delete {folder}"):
         return settle(folder, ended=False)
 
@@ -111,9 +107,7 @@ def open_itself(path: Path, flags: int, links: bool = False) -> int:
 
 class LineFile:
     """A file written line by line, without a buffer: once `write` has returned, a crash of the process loses nothing.
-
-    Methods raise OSError; the constructor raises it also if the path is not a regular file (`open_itself`).
-    """
+    Methods raise OSError; the constructor raises it also if the path is not a regular file (`open_itself`)."""
 
     def __init__(self, path: Path):
         self._descriptor = open_itself(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

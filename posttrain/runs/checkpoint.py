@@ -68,7 +68,7 @@ def verify(folder: Path) -> list[str]:
         return [f"{MANIFEST}: {manifest}"]
     step, expected = manifest
     present = _files(folder)
-    renamed = _step_of(folder) not in (None, step)
+    renamed = step_of(folder) not in (-1, step)
     problems = [f"{MANIFEST}: it belongs to step {step}: the folder was renamed"] if renamed else []
     problems += [f"{name}: missing" for name in expected if name not in present]
     problems += [f"{name}: not in the manifest" for name in present if name not in expected]
@@ -106,7 +106,7 @@ def saved_step(folder: Path) -> int:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest step first, damaged ones included."""
-    paths = [(step, path) for path in run_dir.glob("checkpoint-*") if (step := _step_of(path)) is not None]
+    paths = [(step, path) for path in run_dir.glob("checkpoint-*") if (step := step_of(path)) >= 0]
     return [path for _, path in sorted(paths) if path.is_dir() and not path.is_symlink()]
 
 
@@ -167,15 +167,16 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
 
 def _made_at(folder: Path) -> float:
     """The step in a checkpoint's name, or in a saved model's manifest; infinity if the manifest is damaged."""
-    if (step := _step_of(folder)) is not None:
+    if (step := step_of(folder)) >= 0:
         return step
     manifest = _read_manifest(folder)
     return math.inf if isinstance(manifest, str) else manifest[0]
 
 
-def _step_of(path: Path) -> int | None:
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 in any other name."""
     match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else -1
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,7 +1,4 @@
-"""The checks of a run, as recorded in run.json and shown in lists, pages and reports; and the alarms.
-
-A failed check ends the run.
-"""
+"""The checks of a run, as recorded in run.json and shown in lists, pages and reports; and the alarms."""
 
 import math
 from collections.abc import Mapping

@@ -37,9 +37,7 @@ RowsOf = Callable[[str, int], slice]  # (name of a tensor, number of its rows) -
 
 def save_json(path: Path, data: Any) -> None:
     """Write `data` as JSON, atomically. Floats read back bit for bit.
-
-    Raises RunError for NaN and infinities (JSON has none) and for keys that are not strings.
-    """
+    Raises RunError for NaN and infinities (JSON has none) and for keys that are not strings."""
     _check_exact(data, path.name)
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_file(path, text.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
@@ -209,11 +207,8 @@ def rng_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], device: torch.device) -> None:
-    """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
-
-    A saved GPU state is restored on the GPU that the run uses now. Raises DamagedError if a state is missing or
-    invalid.
-    """
+    """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored. A saved GPU state is
+    restored on the GPU that the run uses now. Raises DamagedError if a state is missing or invalid."""
     import numpy
     import torch
 

@@ -1,7 +1,5 @@
 """Finds runs and their models on disk, tells what a folder is, locks run folders, and checks names for new runs.
-
-Reads no more of a run than this requires.
-"""
+Reads no more of a run than this requires."""
 
 import os
 import re
@@ -170,9 +168,7 @@ def short(path: Path) -> str:
 
 def named(run: str, output_dir: Path, whole: bool = False) -> Path:
     """The run folder that a user names, by path or by name below `output_dir`; with `whole`, also a whole run or sweep.
-
-    Raises RunError, with a list of the existing runs, if there is none.
-    """
+    Raises RunError, with a list of the existing runs, if there is none."""
     folders = [Path(run).expanduser(), output_dir / run]
     for folder in folders:
         if (folder / RUN_FILE).is_file() or (whole and is_group(folder) and find_runs(folder)):

@@ -51,11 +51,8 @@ def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig
 
 
 def content_of(model: ModelConfig) -> str:
-    """A string that identifies the exact content of a model. Raises ModelError if the model is missing.
-
-    For a folder, a hash of the names and content of the files that are loaded; for a hub model, the commit that would
-    be loaded now.
-    """
+    """A string that identifies the exact content of a model. Raises ModelError if the model is missing. For a folder, a
+    hash of the names and content of the files that are loaded; for a hub model, the commit that would be loaded now."""
     folder = Path(model.path)
     if folder.is_dir():
         names = [path.name for path in folder.iterdir() if path.suffix in LOADED and path.name != MANIFEST]

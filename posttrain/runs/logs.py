@@ -12,9 +12,7 @@ QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console has a 
 
 class RunLog(logging.Handler):
     """Appends messages (INFO and up, with tracebacks, secrets redacted) to a file while it is attached.
-
-    A log that cannot be written does not stop a run: it is dropped with one warning on stderr.
-    """
+    A log that cannot be written does not stop a run: it is dropped with one warning on stderr."""
 
     def __init__(self, path: Path):
         super().__init__(logging.INFO)

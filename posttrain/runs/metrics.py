@@ -1,7 +1,5 @@
 """`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted.
-
-Also the main metrics of each method, which lists, reports and tables show first.
-"""
+Also the main metrics of each method, which lists, reports and tables show first."""
 
 import functools
 import json
@@ -37,8 +35,7 @@ class MetricsFile:
         head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
         head["time"] = round(time.time(), 3)
         with writing(self.path):
-            if self._file is None:
-                self._file = LineFile(self.path)
+            self._file = self._file or LineFile(self.path)
             self._file.write(json.dumps(head | values, allow_nan=False))
         return head | values
 
@@ -73,9 +70,7 @@ class MetricsFile:
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """Every line of a run folder's `metrics.jsonl`, with None for null; empty if there is no file.
-
-    An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line.
-    """
+    An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line."""
     path = Path(folder) / NAME
     if not path.exists():
         return []
@@ -93,10 +88,8 @@ def last_metrics(folder: Path) -> dict[str, Any]:
 
 def latest_metrics(folder: Path) -> dict[str, Any]:
     """The latest finite value of every metric in the last 64 KiB of the file."""
-    values: dict[str, Any] = {}
-    for line in _tail(folder):
-        values |= {name: value for name, value in _parsed(line, folder).items() if value is not None}
-    return values
+    entries = (_parsed(line, folder) for line in _tail(folder))
+    return {name: value for entry in entries for name, value in entry.items() if value is not None}
 
 
 def _tail(folder: Path) -> list[bytes]:
@@ -114,9 +107,7 @@ def _tail(folder: Path) -> list[bytes]:
 
 def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | None]:
     """The last step, and the first of `names` that has a finite value near the end, with its latest value.
-
-    The name is empty if none has a value. Parses only the lines it needs, to keep lists of hundreds of runs fast.
-    """
+    The name is empty if none has a value. Parses only the lines it needs, to keep lists of hundreds of runs fast."""
     lines = _tail(folder)
     if not lines:
         return 0, "", None

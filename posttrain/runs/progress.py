@@ -146,9 +146,7 @@ def _count(value: float) -> str:
 
 def _change(value: Any, before: Any) -> str:
     """The change of a metric, such as ` (+0.02)`; empty if it is unknown or 0."""
-    if value is None or before is None or value == before:
-        return ""
-    return f" ({value - before:+.2g})"
+    return "" if value is None or before is None or value == before else f" ({value - before:+.2g})"
 
 
 def _show(value: Any) -> str:

@@ -2,9 +2,8 @@
 
 The policy loss of a token is -A r, with the ratio r = π_new / π_old. Its derivative with respect to the logit of the
 sampled token is -A r (1 - p), where p = π_new is the token's probability; the *push* is its negative, A r (1 - p). The
-push is 0 where the ratio was clipped, and near 0 where the token was already almost certain.
-
-`posttrain why` and the pages show the same receipt.
+push is 0 where the ratio was clipped, and near 0 where the token was already almost certain. `posttrain why` and the
+pages show the same receipt.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -274,14 +273,12 @@ def group_receipt(stored: StoredRun, step: int, prompt: int) -> GroupReceipt:
     raise RunError(f"step {step} has no prompt {prompt}: its prompts are 0 to {len(stored.prompts(step)) - 1}")
 
 
-def _groups(stored: StoredRun, step: int, prompt: int | None) -> list[GroupReceipt]:
+def _groups(stored: StoredRun, step: int, prompt: int | None) -> Iterator[GroupReceipt]:
     members = by_key((row["prompt_index"], CompletionReceipt.of(row)) for row in stored.rollouts(step, prompt))
     prompts = {row["prompt_index"]: row for row in stored.prompts(step)}
-    groups = []
     for index, completions in members.items():
         facts = prompts.get(index, {"row": None, "prompt": "", "tokens": np.zeros(0, np.int32)})
-        groups.append(GroupReceipt(step, index, facts["row"], facts["prompt"], facts["tokens"], completions))
-    return groups
+        yield GroupReceipt(step, index, facts["row"], facts["prompt"], facts["tokens"], completions)
 
 
 def factor(ratio: float) -> float:
@@ -305,10 +302,7 @@ def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence
     others are None. Without a decoder, the token ids."""
     if decoder is None:
         return list(map(str, tokens))
-    texts: list[str | None] = []
-    for count, text in pieces(tokens, decoder, prompt):
-        texts += [*[None] * (count - 1), text]
-    return texts
+    return [shown for count, text in pieces(tokens, decoder, prompt) for shown in (*[None] * (count - 1), text)]
 
 
 def decoder_of(run: Path) -> RunTokenizer | None:

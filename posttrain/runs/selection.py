@@ -1,7 +1,4 @@
-"""Rows for training from stored rollouts: the best completions, pairs of a better and a worse one, or labelled ones.
-
-rows, counts = select(stored, "pairs")
-"""
+"""Rows for training from stored rollouts: the best completions, pairs of a better and a worse one, or labelled ones."""
 
 from __future__ import annotations
 

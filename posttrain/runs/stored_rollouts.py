@@ -15,6 +15,7 @@ from posttrain.runs.files import check_database, is_regular, parse_json
 from posttrain.runs.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
 LOOKING_S = 2.0  # seconds to wait for a lock, with `looking`
+Rows = list[dict[str, Any]]
 NUMBER = int | float | None
 # Types of the columns that are not arrays or JSON; they are checked, because SQLite accepts any value in any column.
 TYPES: dict[str, Any] = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
@@ -62,7 +63,7 @@ class StoredRun(AbstractContextManager["StoredRun"]):
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise RunError(f"{self._path} cannot be read: {error}") from error
 
-    def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
+    def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> Rows:
         """The rows with arrays and JSON decoded. Raises RunError for a damaged row."""
         rows = self.query(query, values)
         try:
@@ -81,10 +82,10 @@ class StoredRun(AbstractContextManager["StoredRun"]):
             drops = "(rollout.max_database_gb drops old ones; distillation from the data samples none)"
             raise RunError(f"there are no rollouts of step {step}; the file has {stored} {drops}")
 
-    def prompts(self, step: int) -> list[dict[str, Any]]:
+    def prompts(self, step: int) -> Rows:
         return self._read_rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
 
-    def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
+    def rollouts(self, step: int, prompt_index: int | None = None) -> Rows:
         """The completions of a step, or of one of its prompts. Per-token columns are arrays, or None if the method or
         the version that wrote the file does not have them; some tokens may not be trained (`trained_tokens`)."""
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
@@ -96,16 +97,12 @@ class StoredRun(AbstractContextManager["StoredRun"]):
         rows = self.query("SELECT DISTINCT json_extract(turns, '$.environment') FROM rollouts WHERE turns IS NOT NULL")
         return sorted(row[0] for row in rows)
 
-    def extremes(
-        self, step: int, count: int, dataset: str | None = None
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def extremes(self, step: int, count: int, dataset: str | None = None) -> tuple[Rows, Rows]:
         """The `count` best and worst completions of a step by reward, or of its evaluation on `dataset`: one per
         prompt, with the prompt and, for a step, the prompt's facts."""
-        query, values = STEP_ENDS, (step,)
-        if dataset is not None:
-            query, values = EVALUATION_ENDS, (step, dataset)
+        query, values = (STEP_ENDS, (step,)) if dataset is None else (EVALUATION_ENDS, (step, dataset))
 
-        def end(order: str) -> list[dict[str, Any]]:
+        def end(order: str) -> Rows:
             rows = self._read_rows(f"{query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}", values)
             by_prompt = {row["which"]: row for row in reversed(rows)}
             return sorted(by_prompt.values(), key=lambda row: row["reward"], reverse=order == "DESC")[:count]
@@ -117,12 +114,12 @@ class StoredRun(AbstractContextManager["StoredRun"]):
         query = "SELECT MAX(step) AS step, dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset"
         return [(row["step"], row["dataset"]) for row in self._read_rows(query)]
 
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self) -> Rows:
         """The completions of every evaluation, in the order of sampling."""
         rows = self._read_rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
         return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
 
-    def summary(self) -> list[dict[str, Any]]:
+    def summary(self) -> Rows:
         """A row per step: prompts, completions, mean and extreme rewards, completions without a reward, and the share
         of truncated completions."""
         return self._read_rows(

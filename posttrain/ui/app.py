@@ -112,11 +112,8 @@ def _answer(viewer: Viewer, path: str, request: Request, form: str) -> Response:
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
-    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser.
-
-    Raises ConfigError if the folder is a file, if other machines could reach the pages without a token, or if the
-    address cannot be used.
-    """
+    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser. Raises ConfigError if the folder is
+    a file, if other machines could reach the pages without a token, or if the address cannot be used."""
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file: give the folder that contains the runs")
     local = is_loopback(host)

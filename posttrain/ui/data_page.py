@@ -1,7 +1,5 @@
 """The Data page: the rows of a run or of draft settings as used in training, with masks, lengths and dropped rows.
-
-`posttrain explore --json` reads the rows in a child process, one block at a time.
-"""
+`posttrain explore --json` reads the rows in a child process, one block at a time."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -206,11 +206,7 @@ def _complete(viewer: Viewer, query: Query) -> Draft:
 
 def _form(viewer: Viewer, made: Draft, query: Query) -> Markup:
     fields, (models, files) = fields_of(made.method), in_reach(viewer.root)
-    essential = [
-        setting
-        for setting in fields
-        if setting.path in ESSENTIAL or (setting.section == "method" and setting.path in STARTER)
-    ]
+    essential = [s for s in fields if s.path in ESSENTIAL or (s.section == "method" and s.path in STARTER)]
     order = {path: at for at, path in enumerate(ESSENTIAL)}
     essential.sort(key=lambda setting: order.get(setting.path, len(ESSENTIAL) // 2))
     others = [setting for setting in fields if setting not in essential]

@@ -70,10 +70,8 @@ class Index:
         order = SORTS[query.choice("sort", list(SORTS))]
         with closing(self._opened()) as connection:
             total = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()[0]
-            rows = connection.execute(
-                f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)
-            )
-            return Matches(total, [dict(row) for row in rows])
+            page = f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+            return Matches(total, list(map(dict, connection.execute(page, (*values, limit, offset)))))
 
     def choices(self) -> dict[str, list[str]]:
         """The verdicts, finish reasons and reward parts that occur in the indexed steps."""

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -166,16 +166,14 @@ def _evaluation(changed: int, home: Path, folder: Path) -> Evaluation:
         return Evaluation(name, folder, {}, str(error))
 
 
-def _evaluations_below(home: Path) -> list[Path]:
+def _evaluations_below(home: Path) -> Iterator[Path]:
     """The evaluation folders below `home`. Folders of models are skipped, because they contain many files."""
-    evaluations = []
     for path, folders, files in os.walk(home):
         if (SUMMARY in files and ANSWERS in files) or DATABASE in files:
-            evaluations.append(Path(path))
+            yield Path(path)
         deep = len(Path(path).relative_to(home).parts) >= DEPTH
         models = MODELS if "run.json" in files else ()
         folders[:] = [] if deep else [f for f in folders if f not in models and not f.startswith("checkpoint-")]
-    return evaluations
 
 
 class Viewer:

@@ -6,7 +6,7 @@ between two replies become preference rows, which `posttrain train` reads (docs/
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,15 +70,12 @@ def _token(cell: Cell, colour: str, full: float, names: Sequence[str]) -> Markup
     return el("span", seen(cell.a.text), tip, class_="piece", tabindex="0", style=style)
 
 
-def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
-    lines: list[Child] = []
-    for name, token in zip(names, (cell.a, cell.b), strict=False):
-        if token is None:
-            continue
+def _lines(cell: Cell, names: Sequence[str]) -> Iterator[Child]:
+    for name, token in zip(names, (cell.a, cell.b) if cell.b else (cell.a,), strict=False):
         facts = f"log-probability {number(token.logprob)}, entropy {number(token.entropy)}"
         others = ", ".join(f"{seen(text).replace(chr(10), '')} {value:.2f}" for text, value in token.alternatives)
-        lines += [el("span", f"{name}: {facts}"), el("span", others, class_="quiet") if others else None]
-    return lines
+        yield el("span", f"{name}: {facts}")
+        yield el("span", others, class_="quiet") if others else None
 
 
 def undo_vote(file: Path, prompt: Turns, replies: Sequence[str]) -> int:
@@ -97,9 +94,7 @@ def undo_vote(file: Path, prompt: Turns, replies: Sequence[str]) -> int:
 
 def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
     """Append a row with `prompt`, `chosen`, `rejected` and the facts. Returns the number of rows in the file.
-
-    If a full disk cut the last line short, the row starts on a new line. Raises RunError if it cannot be written.
-    """
+    If a full disk cut the last line short, the row starts on a new line. Raises RunError if it cannot be written."""
     reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
     row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

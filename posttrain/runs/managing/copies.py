@@ -42,10 +42,7 @@ class Snapshot:
 
 def snapshots_of(root: Path) -> list[Path]:
     """The snapshot folders of the runs in a folder, oldest first, damaged ones included."""
-    try:
-        folders = [path for path in (root / SNAPSHOTS).iterdir() if (path / COPY).is_dir()]
-    except OSError:
-        return []
+    folders = (path.parent for path in (root / SNAPSHOTS).glob(f"*/{COPY}") if path.is_dir())
     whole = (folder for folder in folders if not LEFTOVER.fullmatch(folder.name))
     return sorted(whole, key=lambda folder: folder.stat().st_mtime)
 

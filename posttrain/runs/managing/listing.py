@@ -1,8 +1,5 @@
-"""A list of runs: its order, its filters, and its table.
-
-The table is made as lines of text in milliseconds. rich would measure and style each cell, which takes longer than
-reading the runs.
-"""
+"""A list of runs: its order, its filters, and its table. The table is made as lines of text in milliseconds. rich would
+measure and style each cell, which takes longer than reading the runs."""
 
 import fnmatch
 import operator

@@ -1,7 +1,5 @@
 """The paths by which runs refer to one another: which runs need files of another run, and how a run is renamed.
-
-Runs refer to the models that they start from or read, to the base of adapters, and to files of rows.
-"""
+Runs refer to the models that they start from or read, to the base of adapters, and to files of rows."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

@@ -74,9 +74,7 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
 
 def settle_runs(root: Path, targets: Iterable[Path] = ()) -> list[str]:
     """Finish or undo what interrupted commands left beside the runs in `root` or beside `targets`; returns a line each.
-
-    Files that a running process is writing, or that cannot be changed, are kept.
-    """
+    Files that a running process is writing, or that cannot be changed, are kept."""
     done = []
     for folder in _homes(root, targets):
         with suppress(OSError):
@@ -141,12 +139,9 @@ def spare_needed(plans: Sequence[Plan], beside: Iterable[Path] = ()) -> None:
     homes = [*beside, *dict.fromkeys(root_of(plan.run).parent for plan in plans)]
     needs = needed(items, homes) if items else []
     for plan in plans:
-        deletable = []
-        for item in plan.items:
-            needs_it = [need for need in needs if within(need.path, {item.path.resolve()})]
-            plan.needs += needs_it
-            deletable += [] if needs_it else [item]
-        plan.items = deletable
+        by_item = [(item, [need for need in needs if within(need.path, {item.path.resolve()})]) for item in plan.items]
+        plan.needs += [need for _, needing in by_item for need in needing]
+        plan.items = [item for item, needing in by_item if not needing]
 
 
 def _kept(run: Path, checkpoints: Sequence[Path], keep_last: int, keep_best: bool) -> tuple[set[Path], dict[Path, str]]:
