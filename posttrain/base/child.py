@@ -160,12 +160,10 @@ class Child:
 
 
 class Helper(Protocol):
-    """A process that can be reused."""
+    """A process that can be reused while it `is_free`: alive and idle."""
 
     @property
-    def is_free(self) -> bool:
-        """Whether the process is alive and idle."""
-        ...
+    def is_free(self) -> bool: ...
 
     def end(self) -> None: ...
 
