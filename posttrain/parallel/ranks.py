@@ -162,9 +162,6 @@ class Ranks:
         """Whether all ranks stopped because one reported an error."""
         return self._watch is not None and self._watch.ended_together
 
-    def any(self, flag: bool) -> bool:
-        return any(self.gather(flag))
-
     def first(self, work: Callable[[], T]) -> T:
         """The result of `work`, which only the first rank runs."""
         return self.together(lambda: work() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
