@@ -66,9 +66,8 @@ def sweep(
 
     configs = [config_of(trial, {}) for trial in settings]  # a wrong setting is an error before the sweep starts
     first, (metric, lower) = configs[0], _metric(options.metric, configs)
-    root = Path(first.output_dir).expanduser() / (
-        first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
-    )
+    name = first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
+    root = Path(first.output_dir).expanduser() / name
     rule = options.stopping or ("none" if "seed" in space.swept else "median")
     plan = Sweep(root, metric, lower, rule, trials_of(settings))
     if options.dry_run:

@@ -25,9 +25,8 @@ def from_flags(group: type[Group], options: Any = None, **further: Any) -> Group
     """Build a group of settings from a command's flags, by field name. Raises UsageError for a wrong value. Fields of
     `options` that are None or do not belong to the group are ignored."""
     fields = {} if options is None else values_of(options)
-    values = {
-        name: value for name, value in fields.items() if name in group.model_fields and value is not None
-    } | further
+    values = {name: value for name, value in fields.items() if name in group.model_fields and value is not None}
+    values |= further
     try:
         return group(**values)
     except ValidationError as error:

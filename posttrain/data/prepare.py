@@ -336,10 +336,8 @@ Numbered = Iterator[tuple[int, Row]]
 def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Numbered]]:
     """Yield the sets with their well-formed rows, numbered as in `Dataset.rows`: first `train`, which includes the
     held-out rows, then each validation set with a separate source."""
-    data, tokenizer = config.data, deepcopy(tokenizer)
-    reader = Reader(
-        data, tokenizer, KINDS[config.method.kind](), seed=config.seed, behavior_version=config.behavior_version
-    )
+    data, kind, version = config.data, KINDS[config.method.kind](), config.behavior_version
+    reader = Reader(data, deepcopy(tokenizer), kind, seed=config.seed, behavior_version=version)
     yield "train", _numbered(reader, parts_of(data), most_rows(data))
     for name, part, settings in further_parts(data, config.evaluation.datasets):
         yield name, _numbered(reader.with_data(settings), [part], None)

@@ -215,9 +215,7 @@ def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str 
         batch.validate(full=True)
         kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
         rows = batch.to_pylist()
-        yield from [
-            ({**row, **{name: _of_json(row[name], kind) for name, kind in kinds.items()}}, None) for row in rows
-        ]
+        yield from [(row | {name: _of_json(row[name], kind) for name, kind in kinds.items()}, None) for row in rows]
     except (ArithmeticError, LookupError, ValueError) as error:  # LookupError: a time zone that does not exist
         if batch.num_rows == 1:
             yield None, f"a value cannot be read: {error}"

@@ -71,9 +71,8 @@ def figures(outcome: Outcome) -> Iterator[Drawing]:
         lines = list(lines_of(Panel(title, (metric,)), Series(outcome.folder / stage).refresh(), "step"))
         share = metric.endswith(("accuracy", "accuracies"))
         yield chart(lines, title, smooth=smoothing(lines), share=share, ends=True, size=SIZE)
-    rows = [
-        Interval(name, model.right.value, *model.right.interval, colour=0) for name, model in outcome.measured.items()
-    ]
+    right = {name: model.right for name, model in outcome.measured.items()}
+    rows = [Interval(name, share.value, *share.interval, colour=0) for name, share in right.items()]
     yield intervals("Right answers, held-out problems", rows)
 
 
