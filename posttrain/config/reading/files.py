@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,8 @@ _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float
 def write_yaml(values: Any, flow: bool | None = False) -> str:
     """Write plain values as YAML, with mappings in their order; `flow=True` writes a single line. If a string contains
     control characters, all non-ASCII characters are written as YAML escapes, which read back equal."""
-
-    def write(allow_unicode: bool) -> str:
-        return yaml.dump(
-            values,
-            Dumper=_Dumper,
-            sort_keys=False,
-            allow_unicode=allow_unicode,
-            width=10_000 if flow else 110,
-            default_flow_style=flow,
-        )
-
+    width = 10_000 if flow else 110
+    write = partial(yaml.dump, values, Dumper=_Dumper, sort_keys=False, width=width, default_flow_style=flow)
     text = write(allow_unicode=True)
     return text if visible(text) == text else write(allow_unicode=False)
 
