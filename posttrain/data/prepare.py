@@ -141,12 +141,9 @@ def _validation_prompts(
     if not config.rewards:
         data = data.model_copy(update={"validation": None})
     old = data.holds_out and config.behavior_version < 2
-    options = replace(
-        options,
-        datasets=[d for d in options.datasets if (config.rewards if d.rewards is None else d.rewards)],
-        held_out=prepared.validation["validation"].rows if old else None,
-        method=None,
-    )
+    held_out = prepared.validation["validation"].rows if old else None
+    datasets = [d for d in options.datasets if (config.rewards if d.rewards is None else d.rewards)]
+    options = replace(options, datasets=datasets, held_out=held_out, method=None)
     prompts = prepare(data, tokenizer, "prompt", options).validation
     for name, dataset in prompts.items():
         if name != "validation" or not data.holds_out:  # held-out rows are already reported

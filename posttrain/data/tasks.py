@@ -37,11 +37,8 @@ def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) ->
         answer = int(row["answer"])
         wrong = answer + int(rng.choice([-11, -10, -9, -2, -1, 1, 2, 9, 10, 11]))
         working = row["solution"].removesuffix(row["answer"]) + str(wrong)
-        yield {
-            "prompt": row["problem"],
-            "chosen": compose(row["solution"], row["answer"]),
-            "rejected": compose(working, str(wrong)),
-        }
+        chosen, rejected = compose(row["solution"], row["answer"]), compose(working, str(wrong))
+        yield {"prompt": row["problem"], "chosen": chosen, "rejected": rejected}
 
 
 def arithmetic_kto(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:

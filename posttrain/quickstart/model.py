@@ -39,14 +39,9 @@ def make_model(folder: Path, seed: int) -> int:
     """
     tokenizer = make_tokenizer(seed)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.get_vocab()[PAD],
-            eos_token_id=tokenizer.get_vocab()[STOP],
-            **table_beside(__file__, "model.yaml"),
-        )
-    )
+    ids, sizes = tokenizer.get_vocab(), table_beside(__file__, "model.yaml")
+    config = Qwen3Config(vocab_size=len(tokenizer), pad_token_id=ids[PAD], eos_token_id=ids[STOP], **sizes)
+    model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
