@@ -106,9 +106,7 @@ def _refuse(swept: Mapping[str, object], flags: Mapping[str, str]) -> None:
 
 def _metric(chosen: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]:
     """The metric that ranks the trials (default: the main metric of the method), and whether a lower value is better.
-
-    Raises ConfigError if the trials do not evaluate, UsageError if the metric is unknown or ambiguous.
-    """
+    Raises ConfigError if the trials do not evaluate, UsageError if the metric is unknown or ambiguous."""
     for config in configs:
         if not config.evaluates:
             raise ConfigError(

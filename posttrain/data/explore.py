@@ -139,8 +139,7 @@ def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: 
 
 
 def _lengths(data: Dataset, width: int) -> dict[str, Any]:
-    """Physical tokens of a set's examples, and a histogram: `counts[i]` have at least i * width tokens, but less than
-    (i + 1) * width."""
+    """Physical tokens of a set's examples, and a histogram: `counts[i]` have i * width to (i + 1) * width - 1."""
     counts = np.bincount(data.lengths // width)
     return {"examples": len(data), **asdict(Lengths.of(data.lengths)), "counts": counts.tolist()}
 

@@ -149,8 +149,7 @@ def _check_unpacked(path: Path, column: str, size: int, limit: int) -> None:
 
 
 def _grown(path: Path, batch: pa.RecordBatch, before: int, limit: int) -> int:
-    """The bytes of a batch's repeated strings. Raises DataError if they exceed the limit, together with the bytes
-    `before`."""
+    """The bytes of a batch's repeated strings. Raises DataError if they and the bytes `before` exceed the limit."""
     grown = {name: _expanded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     size = sum(grown.values())
     _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), before + size, limit)

@@ -1,7 +1,5 @@
-"""Built-in tasks, which need no download: arithmetic with worked solutions, generated from a seed.
-
-Train and test are disjoint by construction: a hash of the problem determines its split.
-"""
+"""Built-in tasks, which need no download: arithmetic with worked solutions, generated from a seed. Train and test are
+disjoint by construction: a hash of the problem determines its split."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,8 +14,7 @@ MOST_ROWS = 200_000  # a third of all problems, so that sampling a new one is qu
 
 
 def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, str]]:
-    """Yield distinct sums and differences of two or three numbers up to 99: `problem`, `solution` (the working) and
-    `answer`."""
+    """Yield distinct sums and differences of 2 or 3 numbers up to 99: `problem`, `solution` (the working), `answer`."""
     if rows > MOST_ROWS:
         raise DataError(f"builtin:arithmetic has at most {MOST_ROWS:,} rows, not {rows:,}: lower max_rows")
     rng = np.random.default_rng([seed, zlib.crc32(split.encode())])

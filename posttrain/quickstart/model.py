@@ -33,10 +33,8 @@ Problem = dict[str, str]  # problem, solution (the working), answer
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """Write a model folder that transformers can read. Returns the number of weights.
-
-    The tokenizer has the chat template `tags`: a reply has its working between two tags, then its solution between two.
-    """
+    """Write a model folder that transformers can read. Returns the number of weights. The tokenizer has the
+    chat template `tags`: a reply has its working between two tags, then its solution between two."""
     tokenizer = make_tokenizer(seed)
     torch.manual_seed(seed)
     ids, sizes = tokenizer.get_vocab(), table_beside(__file__, "model.yaml")
@@ -146,9 +144,7 @@ def turns(problem: str, reply: str | None = None) -> list[dict[str, str]]:
 
 def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
     """Make preference pairs from a model's own replies: a right reply is preferred to a wrong one to the same problem.
-
-    A problem gives at most PER_PROBLEM pairs, each with a different wrong reply. Unfinished replies are dropped.
-    """
+    A problem gives at most PER_PROBLEM pairs, each with a different wrong reply. Unfinished replies are dropped."""
     pairs = []
     for start in range(0, len(replies), samples):
         group = [reply for reply in replies[start : start + samples] if reply.finished]
