@@ -263,7 +263,11 @@ def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluate
     """
     path, name, default = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
     folder, devices, file = Path(options.output or default), options.device or DevicesConfig(), Path(path)
-    rollout, settings = _rollout(options), {**options.of_suites, **(options.settings or {})}
+    sampling = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
+    for setting in options.swept:
+        checked(RolloutConfig, sampling | setting, "sampling")
+    rollout = checked(RolloutConfig, sampling, "sampling")
+    settings = {**options.of_suites, **(options.settings or {})}
     config = checked(ModelConfig, {"path": path, "dtype": options.dtype}, "a model")
     chosen = _chosen(suites, settings, options.data or {}, options.max_rows)
     tasks = _tasks(suites, settings, rollout, options)
@@ -324,14 +328,6 @@ def _chosen(
             f"`data` has rows for {', '.join(sources)}, but none of these suites uses them: {', '.join(chosen)}"
         )
     return list(chosen.values())
-
-
-def _rollout(options: EvalOptions) -> RolloutConfig:
-    """The validated sampling settings. Raises ConfigError if a value is invalid."""
-    common = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
-    for setting in options.swept:
-        checked(RolloutConfig, common | setting, "sampling")
-    return checked(RolloutConfig, common, "sampling")
 
 
 def _stages(settings: Settings, overrides: Sequence[str], given: Mapping[str, Any] | None = None) -> tuple[Stage, ...]:

@@ -16,17 +16,8 @@ from test_recipes import dpo, run
 
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.cli import main
-from posttrain.config import (
-    DistillMethod,
-    DPOMethod,
-    GRPOMethod,
-    KTOMethod,
-    PPOMethod,
-    RewardMethod,
-    SFTMethod,
-    SimPOMethod,
-    load,
-)
+from posttrain.config import DistillMethod, DPOMethod, GRPOMethod, KTOMethod, PPOMethod, RewardMethod, SFTMethod, load
+from posttrain.config.schema.offline import SimPOMethod
 from posttrain.inspection.loss_inputs import parsed, variants
 from posttrain.inspection.losslab import cosines, losses
 from posttrain.recipes.grpo import regraded

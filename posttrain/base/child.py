@@ -1,8 +1,7 @@
 """Child processes that exchange lines with this program, with deadlines, and never outlive it.
 
 A child ends when its standard input closes, which also happens when this program is killed. For this to work, the
-child must read its input to the end or call `end_with_parent`. Grading workers run hostile code; grading/process.py
-starts them.
+child must read its input to the end or call `end_with_parent`. (Workers with hostile code: grading/process.py.)
 """
 
 import atexit
@@ -160,12 +159,10 @@ class Child:
 
 
 class Helper(Protocol):
-    """A process that can be reused."""
+    """A process that can be reused while it `is_free`: alive and idle."""
 
     @property
-    def is_free(self) -> bool:
-        """Whether the process is alive and idle."""
-        ...
+    def is_free(self) -> bool: ...
 
     def end(self) -> None: ...
 
@@ -174,10 +171,8 @@ P = TypeVar("P", bound=Helper)
 
 
 class HelperPool(Generic[P]):
-    """Keeps idle processes for reuse, by kind: the arguments they were started with. Thread-safe; one per program.
-
-    All processes are terminated at interpreter exit, and none outlives a killed program.
-    """
+    """Keeps idle processes for reuse, by kind: the arguments they were started with. Thread-safe; one per program. All
+    processes are terminated at interpreter exit, and none outlives a killed program."""
 
     def __init__(self) -> None:
         self._forget()

@@ -61,7 +61,6 @@ class RewardError(PosttrainError):
 
 OUT_OF_MEMORY = "out of memory"
 
-
 # Matches messages of a RuntimeError or OSError from the allocators of CUDA, ROCm and MPS, from an asynchronous CUDA
 # error (AcceleratorError), the workspaces of cuBLAS and cuDNN, PyTorch's CPU allocator, or the operating system.
 _NO_MEMORY = re.compile(

@@ -1,7 +1,5 @@
 """A user's own code that settings name: functions and classes, as `module:function`, and those given to the Python API.
-
-Settings may come from strangers, so only Python files of the user and functions that a package offers are imported.
-"""
+Settings may come from strangers, so only Python files of the user and functions that a package offers are imported."""
 
 import functools
 import importlib

@@ -7,11 +7,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Marks `name: Annotated[type, Flag(help)]` as the option `--name` of a command.
-
-    `names`: a short name to add, such as -o, or a spelling that replaces --name. `parse` converts the string; with
-    `str`, the command checks it.
-    """
+    """Marks `name: Annotated[type, Flag(help)]` as the option `--name` of a command. `names`: a short name to add, such
+    as -o, or a spelling that replaces --name. `parse` converts the string; with `str`, the command checks it."""
 
     help: str
     names: str = ""

@@ -112,9 +112,8 @@ class Pieces:
         return piece
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(ids, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False)
-        )
+        skips = not self._special
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
 
 
 def pieces(ids: Sequence[int], tokenizer: Decoder, before: Sequence[int] = ()) -> Iterator[tuple[int, str]]:

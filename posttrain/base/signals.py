@@ -16,7 +16,6 @@ T = TypeVar("T")
 SLICE_S = 0.2  # seconds of one wait for a future
 RESEND_S = 0.01  # seconds until a signal is sent again: by then the code that dropped the exception has returned
 
-
 ENDS = (KeyboardInterrupt, Stopped)  # what handlers raise to end the program; code may catch subclasses of them
 _outer: list[dict[int, BaseException]] = []  # of the blocks that the main thread is in: what their handlers raised
 

@@ -45,8 +45,7 @@ def is_loopback(host: str) -> bool:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Sync a written file, or a folder's list of files, to the disk. Does nothing for a folder on Windows, which cannot
-    open folders."""
+    """Sync a file, or a folder's list of files, to the disk. Does nothing for a folder on Windows, which opens none."""
     is_windows = os.name == "nt"  # which syncs only files that are open for writing
     if is_windows and os.path.isdir(path):
         return

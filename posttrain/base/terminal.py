@@ -46,10 +46,8 @@ QUIT = 141  # the exit status that a shell reports for a process ended by SIGPIP
 
 
 class _Stream:
-    """A text stream that survives the loss of its reader; with `quits`, it ends the process instead.
-
-    Once a write fails, the file descriptor is redirected to the null device, so that later writes do not fail.
-    """
+    """A text stream that survives the loss of its reader; with `quits`, it ends the process instead. Once a write
+    fails, the file descriptor is redirected to the null device, so that later writes do not fail."""
 
     def __init__(self, stream: TextIO, quits: bool):
         self._stream, self._quits = stream, quits

@@ -24,8 +24,6 @@ from posttrain.runs.provenance import redact_yaml
 app = typer.Typer(
     help="Starter files, imports from other systems, presets, the resolved settings, the schema.", no_args_is_help=True
 )
-
-
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file, which must not exist.")]
 
 

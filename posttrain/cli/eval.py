@@ -15,16 +15,7 @@ from posttrain.base.terminal import say
 from posttrain.cli.command import Interrupted
 from posttrain.cli.settings import devices_from_flag
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
-from posttrain.config.options import (
-    DATA,
-    DEVICE,
-    DTYPE,
-    PRECISIONS,
-    EvalOptions,
-    ExportOptions,
-    QuantizeOptions,
-    from_flags,
-)
+from posttrain.config.options import DATA, DEVICE, DTYPE, EvalOptions, ExportOptions, QuantizeOptions, from_flags
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import CALIBRATED, LM_EVAL, SuiteConfig
@@ -244,8 +235,6 @@ def quantize(model: Model, options: QuantizeOptions) -> None:
         posttrain quantize runs/reward/best --to nf4 --gate pairs.jsonl
         posttrain quantize MODEL --to int4 --suite gsm8k
     """
-    if options.to not in PRECISIONS:
-        raise UsageError(f"--to {options.to}: {did_you_mean(options.to, PRECISIONS)}")
     from_flags(RolloutConfig, options)
     from_flags(ModelConfig, options, path=model)
     from_flags(DataConfig, source="gate", format=options.format, template=options.template or "none")

@@ -51,10 +51,8 @@ def _by_path() -> dict[str, list[Setting]]:
 def _spellings() -> dict[str, str]:
     """Every accepted spelling of a setting's flag -> the declared spelling."""
     names = short_names()
-    spelt = {path.replace("_", "-"): short for path, short in names.items()} | {
-        short: short for short in names.values()
-    }
-    return spelt | {"data": names["data.source"]}
+    whole = {path.replace("_", "-"): short for path, short in names.items()}
+    return whole | {short: short for short in names.values()} | {"data": names["data.source"]}
 
 
 @cache

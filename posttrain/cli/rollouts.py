@@ -237,10 +237,9 @@ def _parts_table(group: GroupReceipt) -> Table:
 def _turns_table(completion: CompletionReceipt) -> Table:
     """The turns of an episode; a call is shown with the reply that made it."""
     table = _table("turn", "author", "tokens", "reward", "advantage", "push", "completion")
-    table.title = f"{counted(sum(turn.author == 'model' for turn in completion.turns), 'reply', 'replies')}, " + (
-        f"ended by {completion.finish_reason}"
-        + ("" if completion.trunk is None else f", branch of rollout {completion.trunk}")
-    )
+    replies = counted(sum(turn.author == "model" for turn in completion.turns), "reply", "replies")
+    branch = "" if completion.trunk is None else f", branch of rollout {completion.trunk}"
+    table.title = f"{replies}, ended by {completion.finish_reason}{branch}"
     for number, turn in enumerate(completion.turns):
         advantage, push = completion.of_turn(turn)
         values = ["-"] * 3

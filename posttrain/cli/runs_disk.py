@@ -175,7 +175,6 @@ def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: Ou
 
 def snapshots(output_dir: OutputDir = RUNS) -> None:
     """List the snapshots, the latest last."""
-
     stored = [read_snapshot(path) for path in copies.snapshots_of(settled(output_dir))]
     if not stored:
         say(f"there are no snapshots in {output_dir}")

@@ -61,9 +61,7 @@ class _Rewards(Settings):
 
 def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
     """Read `--reward`: `math` means {type: math}, `my_rewards:brevity` names a function, braces are settings.
-
-    Raises UsageError with the messages that a settings file would get.
-    """
+    Raises UsageError with the messages that a settings file would get."""
     values = {"rewards": [parse_value(text, "--reward").values["value"] for text in texts]}
     try:
         return _Rewards.model_validate(values).rewards

@@ -66,9 +66,8 @@ def sweep(
 
     configs = [config_of(trial, {}) for trial in settings]  # a wrong setting is an error before the sweep starts
     first, (metric, lower) = configs[0], _metric(options.metric, configs)
-    root = Path(first.output_dir).expanduser() / (
-        first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
-    )
+    name = first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
+    root = Path(first.output_dir).expanduser() / name
     rule = options.stopping or ("none" if "seed" in space.swept else "median")
     plan = Sweep(root, metric, lower, rule, trials_of(settings))
     if options.dry_run:
@@ -107,9 +106,7 @@ def _refuse(swept: Mapping[str, object], flags: Mapping[str, str]) -> None:
 
 def _metric(chosen: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]:
     """The metric that ranks the trials (default: the main metric of the method), and whether a lower value is better.
-
-    Raises ConfigError if the trials do not evaluate, UsageError if the metric is unknown or ambiguous.
-    """
+    Raises ConfigError if the trials do not evaluate, UsageError if the metric is unknown or ambiguous."""
     for config in configs:
         if not config.evaluates:
             raise ConfigError(

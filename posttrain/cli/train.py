@@ -282,7 +282,10 @@ def verify_resume(
             f"{counted(settings.training.max_steps or 0, 'step')}, a checkpoint every {settings.checkpoint.save_steps}",
             highlight=False,
         )
-    folder = _scratch(Path(stages[0].config.output_dir).expanduser())
+    runs = Path(stages[0].config.output_dir).expanduser()  # where there is space for checkpoints
+    with refusing(f"cannot make a scratch folder in {runs}"):
+        runs.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=runs))
     try:
         outcome = verify.verify_resume(stages, folder, kills, console)
     except KeyboardInterrupt:
@@ -296,10 +299,3 @@ def verify_resume(
         console.print(f"kept: {folder}", soft_wrap=True)
     else:
         shutil.rmtree(folder)
-
-
-def _scratch(output_dir: Path) -> Path:
-    """A new folder in output_dir, where there is space for checkpoints."""
-    with refusing(f"cannot make a scratch folder in {output_dir}"):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir))

@@ -6,30 +6,15 @@ from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig
 from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset
 from posttrain.config.schema.model import LoraConfig, ModelConfig
-from posttrain.config.schema.offline import (
-    CPOMethod,
-    DPOMethod,
-    KTOMethod,
-    ORPOMethod,
-    RewardMethod,
-    SFTMethod,
-    SimPOMethod,
-)
-from posttrain.config.schema.online import (
-    GRPOMethod,
-    PolicyGradientMethod,
-    PPOMethod,
-    ReinforcePlusPlusMethod,
-    RLOOMethod,
-)
+from posttrain.config.schema.offline import DPOMethod, KTOMethod, RewardMethod, SFTMethod
+from posttrain.config.schema.online import GRPOMethod, PPOMethod
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import RunConfig, learning_rate
 from posttrain.config.schema.training import CheckpointConfig, DevicesConfig, TrackingConfig
 
 __all__ = [
-    "CPOMethod", "CheckpointConfig", "DPOMethod", "DataConfig", "DevicesConfig", "DistillMethod", "EvaluationConfig",
-    "EvaluationDataset", "GRPOMethod", "KTOMethod", "Loaded", "LoraConfig", "ModelConfig", "ORPOMethod", "PPOMethod",
-    "PolicyGradientMethod", "RLOOMethod", "ReinforcePlusPlusMethod", "RewardMethod", "RolloutConfig", "RunConfig",
-    "SFTMethod", "SimPOMethod", "SourceConfig", "Stage", "TagsConfig", "TrackingConfig", "check_skip", "dump",
-    "find", "held_out_together", "learning_rate", "load", "preset_names",
+    "CheckpointConfig", "DPOMethod", "DataConfig", "DevicesConfig", "DistillMethod", "EvaluationConfig",
+    "EvaluationDataset", "GRPOMethod", "KTOMethod", "Loaded", "LoraConfig", "ModelConfig", "PPOMethod", "RewardMethod",
+    "RolloutConfig", "RunConfig", "SFTMethod", "SourceConfig", "Stage", "TagsConfig", "TrackingConfig", "check_skip",
+    "dump", "find", "held_out_together", "learning_rate", "load", "preset_names",
 ]  # fmt: skip

@@ -201,10 +201,8 @@ def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:
 def lay_data(draft: Draft) -> None:
     """Lay the sources, layout, template and validation rows of the data."""
     system = draft.source.system
-    described = {"trl": _trl, "llama-factory": _llama_factory, "axolotl": _axolotl}.get(system)
-    entries = [
-        {key: value for key, value in entry.items() if value} for entry in (described(draft) if described else ())
-    ]
+    described = {"trl": _trl, "llama-factory": _llama_factory, "axolotl": _axolotl}.get(system, lambda draft: ())
+    entries = [{key: value for key, value in entry.items() if value} for entry in described(draft)]
     layouts = [{key: entry.pop(key, None) for key in ("format", "columns", "template")} for entry in entries]
     if entries:
         layout = _shared(draft, [str(entry.get("source")) for entry in entries], layouts)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag, values_of
-from posttrain.config.reading.explain import problems_of_group
+from posttrain.config.reading.explain import did_you_mean, problems_of_group
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import Settings
 from posttrain.config.schema.data import variables
@@ -25,9 +25,8 @@ def from_flags(group: type[Group], options: Any = None, **further: Any) -> Group
     """Build a group of settings from a command's flags, by field name. Raises UsageError for a wrong value. Fields of
     `options` that are None or do not belong to the group are ignored."""
     fields = {} if options is None else values_of(options)
-    values = {
-        name: value for name, value in fields.items() if name in group.model_fields and value is not None
-    } | further
+    values = {name: value for name, value in fields.items() if name in group.model_fields and value is not None}
+    values |= further
     try:
         return group(**values)
     except ValidationError as error:
@@ -258,6 +257,10 @@ class QuantizeOptions:
         Flag("Dtype of all other weights: auto (as stored), float32 or bfloat16.", parse=str),
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.to not in PRECISIONS:
+            raise UsageError(f"--to {self.to}: {did_you_mean(self.to, PRECISIONS)}")
 
     @property
     def precision(self) -> Precision:

@@ -113,8 +113,7 @@ class Codec:
     def bridge(self, ids: Sequence[int], messages: Sequence[Message], after: Reply | None = None) -> list[int]:
         """The tokens to append to `ids`, which end in a reply: its end of turn, unless it has one, the messages, and
         the opening of the next reply. Raises DataError if the template refuses the messages, RewrittenTurn if it writes
-        the reply otherwise once they follow it; if the reply is given (`after`), also if it then leaves out its
-        thinking, be it an empty block.
+        the reply otherwise once they follow it, or leaves out the thinking, even empty, of the given reply (`after`).
         """
         names = [str(message.get("name") or FIRST) for message in messages if message["role"] == "tool"]
         reply = _reply(tool_calls=tool_calls([(name, {}) for name in names])) if names else _reply()

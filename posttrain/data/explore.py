@@ -139,21 +139,15 @@ def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: 
 
 
 def _lengths(data: Dataset, width: int) -> dict[str, Any]:
-    """Physical tokens of a set's examples, and a histogram: `counts[i]` have at least i * width tokens, but less than
-    (i + 1) * width."""
+    """Physical tokens of a set's examples, and a histogram: `counts[i]` have i * width to (i + 1) * width - 1."""
     counts = np.bincount(data.lengths // width)
     return {"examples": len(data), **asdict(Lengths.of(data.lengths)), "counts": counts.tolist()}
 
 
 def _row(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     answer = (example.facts or {}).get("answer")
-    return {
-        "row": example.row,
-        "parts": parts_of(example, tokenizer),
-        "margin": example.margin,
-        "tie": example.tie,
-        "answer": None if answer is None else str(answer),
-    }
+    facts = {"margin": example.margin, "tie": example.tie, "answer": None if answer is None else str(answer)}
+    return {"row": example.row, "parts": parts_of(example, tokenizer), **facts}
 
 
 def parts_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -183,10 +177,5 @@ def _part(title: str, node: Node, before: Iterable[int], tokenizer: PreTrainedTo
         for length, text in pieces(tokens[start:end], tokenizer, [*context, *tokens[:start]][-CHARACTER:]):
             shown.append([text, tokens[start : start + length], bool(trained[start])])
             start += length
-    return {
-        "title": title,
-        "tokens": count,
-        "trained": int(trained.sum()),
-        "omitted": max(0, count - MOST_TOKENS),
-        "pieces": shown,
-    }
+    counts = {"tokens": count, "trained": int(trained.sum()), "omitted": max(0, count - MOST_TOKENS)}
+    return {"title": title, **counts, "pieces": shown}

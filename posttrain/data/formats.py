@@ -1,7 +1,5 @@
-"""Data formats: one function per format, which turns the fields of a row into the common form of `rows.py`.
-
-To add a format, write its function, and its fields in `formats.yaml`, under the same name.
-"""
+"""Data formats: one function per format, which turns the fields of a row into the common form of `rows.py`. To add a
+format, write its function, and its fields in `formats.yaml`, under the same name."""
 
 import math
 import re

@@ -1,9 +1,6 @@
-"""What a kind of example defines, and what most kinds share.
-
-A kind (posttrain/data/kinds.py) defines what it needs from a row, how the row is tokenised, stored in the cache and cut
-to the length limits, and how an example is read from the stored columns. All other code in `posttrain.data` is the same
-for every kind.
-"""
+"""What a kind of example defines, and what most kinds share. A kind (posttrain/data/kinds.py) defines what it needs
+from a row, how the row is tokenised, stored in the cache and cut to the length limits, and how an example is read from
+the stored columns. All other code in `posttrain.data` is the same for every kind."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set

@@ -194,12 +194,8 @@ class Pairs(Kind):
             if not len(reply) or len(prompt) + len(reply) < 2:
                 raise DataError(f"{where(record)} has nothing to train on: {name} has {len(reply)} tokens")
         lists = {name: np.asarray(getattr(item, name) or (), np.int32) for name, type in PAIR if type == INTS}
-        return lists | {
-            "row": record.row,
-            "two_prompts": item.rejected_prompt is not None,
-            "margin": row.margin,
-            "tie": row.tie,
-        }
+        facts = {"row": record.row, "two_prompts": item.rejected_prompt is not None}
+        return lists | facts | {"margin": row.margin, "tie": row.tie}
 
     def prompt_lengths(self, table: Table) -> Array:
         second = table.lists["rejected_prompt"].lengths[table.numbers["two_prompts"]]

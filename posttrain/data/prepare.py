@@ -141,12 +141,9 @@ def _validation_prompts(
     if not config.rewards:
         data = data.model_copy(update={"validation": None})
     old = data.holds_out and config.behavior_version < 2
-    options = replace(
-        options,
-        datasets=[d for d in options.datasets if (config.rewards if d.rewards is None else d.rewards)],
-        held_out=prepared.validation["validation"].rows if old else None,
-        method=None,
-    )
+    held_out = prepared.validation["validation"].rows if old else None
+    datasets = [d for d in options.datasets if (config.rewards if d.rewards is None else d.rewards)]
+    options = replace(options, datasets=datasets, held_out=held_out, method=None)
     prompts = prepare(data, tokenizer, "prompt", options).validation
     for name, dataset in prompts.items():
         if name != "validation" or not data.holds_out:  # held-out rows are already reported
@@ -336,10 +333,8 @@ Numbered = Iterator[tuple[int, Row]]
 def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Numbered]]:
     """Yield the sets with their well-formed rows, numbered as in `Dataset.rows`: first `train`, which includes the
     held-out rows, then each validation set with a separate source."""
-    data, tokenizer = config.data, deepcopy(tokenizer)
-    reader = Reader(
-        data, tokenizer, KINDS[config.method.kind](), seed=config.seed, behavior_version=config.behavior_version
-    )
+    data, kind, version = config.data, KINDS[config.method.kind](), config.behavior_version
+    reader = Reader(data, deepcopy(tokenizer), kind, seed=config.seed, behavior_version=version)
     yield "train", _numbered(reader, parts_of(data), most_rows(data))
     for name, part, settings in further_parts(data, config.evaluation.datasets):
         yield name, _numbered(reader.with_data(settings), [part], None)

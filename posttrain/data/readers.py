@@ -1,5 +1,4 @@
-"""Reads rows from local files. Each row records its file and line; a malformed row records its problem, and no
-exception is raised."""
+"""Reads rows from local files. Each row records its file and line; a malformed one its problem, instead of an error."""
 
 import csv
 import gzip

@@ -178,9 +178,8 @@ def rendering(
     idle_seconds: float | None = None,
     date: str | None = None,
 ) -> Iterator[Renderer]:
-    """A renderer for the tokenizer's chat template. `strftime_now` in the template formats `date` (YYYY-MM-DD), by
-    default the current time; `behavior_version` 1 renders tool calls as they are. The process is reused by the next
-    renderer."""
+    """A renderer for the tokenizer's chat template, whose process the next renderer reuses. `strftime_now` formats
+    `date` (YYYY-MM-DD), by default the current time; `behavior_version` 1 renders tool calls as they are."""
     process = _idle.take(None) or Process()
     try:
         yield Renderer(process, tokenizer, behavior_version, date)

@@ -75,12 +75,9 @@ def is_undesirable(value: Fields) -> bool:
 
 
 def tidied(fields: Fields, structured: Collection[str], cells: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields in the form that is common to all file types.
-
-    Object keys with a null value are removed, because typed columns give every object all keys of the column. JSON
-    strings in `structured` fields are parsed. Blank strings in these fields and in `cells`, fields of a CSV file,
-    become null.
-    """
+    """Return the fields in the form that is common to all file types. Object keys with a null value are removed,
+    because typed columns give every object all keys of the column. JSON strings in `structured` fields are parsed.
+    Blank strings in these fields and in `cells`, fields of a CSV file, become null."""
     tidy: dict[str, Any] = {}
     for name, value in fields.items():
         if not isinstance(value, str):

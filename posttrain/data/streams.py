@@ -149,8 +149,7 @@ def _check_unpacked(path: Path, column: str, size: int, limit: int) -> None:
 
 
 def _grown(path: Path, batch: pa.RecordBatch, before: int, limit: int) -> int:
-    """The bytes of a batch's repeated strings. Raises DataError if they exceed the limit, together with the bytes
-    `before`."""
+    """The bytes of a batch's repeated strings. Raises DataError if they and the bytes `before` exceed the limit."""
     grown = {name: _expanded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     size = sum(grown.values())
     _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), before + size, limit)
@@ -215,9 +214,7 @@ def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str 
         batch.validate(full=True)
         kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
         rows = batch.to_pylist()
-        yield from [
-            ({**row, **{name: _of_json(row[name], kind) for name, kind in kinds.items()}}, None) for row in rows
-        ]
+        yield from [(row | {name: _of_json(row[name], kind) for name, kind in kinds.items()}, None) for row in rows]
     except (ArithmeticError, LookupError, ValueError) as error:  # LookupError: a time zone that does not exist
         if batch.num_rows == 1:
             yield None, f"a value cannot be read: {error}"

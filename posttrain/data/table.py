@@ -48,8 +48,7 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length settings, with `max_prompt_length` as a number; None: prompts are not limited. `note` says why it may
-    be below the setting."""
+    """The length settings; without `max_prompt_length`, prompts have no limit. `note`: why it is below the setting."""
 
     max_length: int
     max_prompt_length: int | None

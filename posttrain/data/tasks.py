@@ -1,7 +1,5 @@
-"""Built-in tasks, which need no download: arithmetic with worked solutions, generated from a seed.
-
-Train and test are disjoint by construction: a hash of the problem determines its split.
-"""
+"""Built-in tasks, which need no download: arithmetic with worked solutions, generated from a seed. Train and test are
+disjoint by construction: a hash of the problem determines its split."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,8 +14,7 @@ MOST_ROWS = 200_000  # a third of all problems, so that sampling a new one is qu
 
 
 def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, str]]:
-    """Yield distinct sums and differences of two or three numbers up to 99: `problem`, `solution` (the working) and
-    `answer`."""
+    """Yield distinct sums and differences of 2 or 3 numbers up to 99: `problem`, `solution` (the working), `answer`."""
     if rows > MOST_ROWS:
         raise DataError(f"builtin:arithmetic has at most {MOST_ROWS:,} rows, not {rows:,}: lower max_rows")
     rng = np.random.default_rng([seed, zlib.crc32(split.encode())])
@@ -37,11 +34,8 @@ def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) ->
         answer = int(row["answer"])
         wrong = answer + int(rng.choice([-11, -10, -9, -2, -1, 1, 2, 9, 10, 11]))
         working = row["solution"].removesuffix(row["answer"]) + str(wrong)
-        yield {
-            "prompt": row["problem"],
-            "chosen": compose(row["solution"], row["answer"]),
-            "rejected": compose(working, str(wrong)),
-        }
+        chosen, rejected = compose(row["solution"], row["answer"]), compose(working, str(wrong))
+        yield {"prompt": row["problem"], "chosen": chosen, "rejected": rejected}
 
 
 def arithmetic_kto(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:

@@ -72,9 +72,8 @@ class Template:
         """The reply to a problem in the template's format, from its working and answer."""
         if self.name == "tags":
             tags = self.tags
-            return (
-                f"{tags.reasoning_start}{working}{tags.reasoning_end}{tags.solution_start}{answer}{tags.solution_end}"
-            )
+            thought = f"{tags.reasoning_start}{working}{tags.reasoning_end}"
+            return f"{thought}{tags.solution_start}{answer}{tags.solution_end}"
         if self.name == "r1_zero":
             return f"<think> {working} </think> <answer> {answer} </answer>"
         if self.name == "question_only":
@@ -225,9 +224,8 @@ def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
         )
         return _text(instructions), user, "", _text(tags.reasoning_start)
     # Stanford Alpaca has two prompts; a message from an Alpaca row also has `instruction` and `input`
-    preamble = (
-        f"{{% if messages[0].input %}}{_text(_ALPACA_INPUT)}{{% else %}}{_text(_ALPACA)}{{% endif %}}{{{{ '\\n\\n' }}}}"
-    )
+    with_input, without = _text(_ALPACA_INPUT), _text(_ALPACA)
+    preamble = f"{{% if messages[0].input %}}{with_input}{{% else %}}{without}{{% endif %}}{{{{ '\\n\\n' }}}}"
     user = (
         "{% if message.input %}{{ '### Instruction:\\n' + message.instruction }}"
         "{{ '\\n\\n### Input:\\n' + message.input + '\\n\\n' }}"

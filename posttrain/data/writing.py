@@ -1,7 +1,6 @@
 """Writes rows as texts: each prompt as inference renders it, and the whole text that begins with this prompt.
 
-A completion ends in the stop token, which is appended to texts, and to conversations if their rendering does not end
-in a special token.
+A completion ends in the stop token, which is appended to texts, and to conversations that end in no special token.
 """
 
 import re
@@ -55,8 +54,7 @@ Texts = Sequence[RowText | RowError]
 
 @dataclass
 class RowWriter:
-    """Writes rows for one tokenizer, and counts what its template does not write. `renderer` is None if texts are used
-    as they are.
+    """Writes rows for one tokenizer, and counts what its template omits. Without a `renderer`, texts stay as they are.
 
     With `behavior_version` 1, a prompt may differ from the prompt at inference, and turns are located by an older rule.
     """

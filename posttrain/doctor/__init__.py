@@ -70,9 +70,8 @@ def summary(findings: Sequence[Finding]) -> str:
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings with the versions and the platform of this process; secrets are redacted."""
     rows = [asdict(finding) | {"fix": finding.fix or None} for finding in findings]
-    return redact(
-        {"works": not any(finding.is_fatal for finding in findings), "checks": rows, "environment": environment()}
-    )
+    works = not any(finding.is_fatal for finding in findings)
+    return redact({"works": works, "checks": rows, "environment": environment()})
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -153,7 +152,10 @@ class Lane(threading.Thread):
                 if number and not has_started:  # the process ended between two checks: a new one runs this check
                     return checks[number:]
                 reply, has_ended = asdict(Found(crash(child), "broken")), True
-            self._found.put(_finding(check, reply, time.monotonic() - began))
+            seconds = round(time.monotonic() - began, 2)
+            detail = " ".join(str(reply["detail"]).split())[:DETAIL_CHARACTERS]
+            fix = reply["fix"] or (check.fix if reply["state"] == "broken" else "")
+            self._found.put(Finding(check.name, reply["state"], check.required, detail, fix, seconds))
             if has_ended:
                 return checks[number + 1 :]
         return ()
@@ -168,12 +170,6 @@ def late(detail: str) -> Found:
         return Found(detail, "broken")
     busy = f"{detail}, but this machine is busy (load {load:.1f} on {counted(cores, 'core')})"
     return Found(busy, "limited", "run posttrain doctor again when it is idle")
-
-
-def _finding(check: Check, reply: dict[str, Any], seconds: float) -> Finding:
-    detail = " ".join(str(reply["detail"]).split())[:DETAIL_CHARACTERS]
-    fix = reply["fix"] or (check.fix if reply["state"] == "broken" else "")
-    return Finding(check.name, reply["state"], check.required, detail, fix, round(seconds, 2))
 
 
 def crash(child: Child) -> str:

@@ -163,10 +163,8 @@ def _small_model():
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-    )
-    return LlamaForCausalLM(config).eval()
+    small = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    return LlamaForCausalLM(small).eval()
 
 
 def peft() -> Found:

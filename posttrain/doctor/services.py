@@ -21,9 +21,6 @@ PROBED = "openai-community/gpt2"
 START_S = 20.0  # seconds in which a server must start
 
 
-# --- graders ----------------------------------------------------------------------------------------------------------
-
-
 def _forever(completion: str, gold: str | None) -> Judgement:
     nine = int("9")  # pyright computes a power of literals
     return Judgement(float(nine ** (nine**nine) > 0), True)  # in C, holding the interpreter's lock: no signal ends it
@@ -71,9 +68,6 @@ def _pool(deadline: float) -> Pool:
     from posttrain.rewards.rules import modules_of
 
     return Pool(1, deadline, spares=0, modules=modules_of(["math"]))
-
-
-# --- the hub ----------------------------------------------------------------------------------------------------------
 
 
 def hub() -> Found:
@@ -124,9 +118,6 @@ def hub_token() -> Found:
     except Exception as error:
         return Found(f"from {source}, not accepted ({type(error).__name__})", "limited", "hf auth login")
     return Found(f"from {source}, accepted")
-
-
-# --- trackers ---------------------------------------------------------------------------------------------------------
 
 
 def tensorboard() -> Found:

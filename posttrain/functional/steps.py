@@ -184,9 +184,8 @@ def compute_group_normalized_rewards(
             values[name].append(float(scores[name]))
     rewards = torch.tensor(values["reward"])
     groups = torch.arange(count) // group_size
-    advantages = group_advantages(
-        rewards, groups, scale_rewards="group" if normalize_by_std else "none", eps=advantage_eps
-    )
+    scale = "group" if normalize_by_std else "none"
+    advantages = group_advantages(rewards, groups, scale_rewards=scale, eps=advantage_eps)
     by_group = rewards.view(-1, group_size)
     metadata = {name: sum(column) / count for name, column in values.items()} | {
         "reward_std": rewards.std().item() if count > 1 else 0.0,

@@ -113,9 +113,8 @@ def get_packed_sft_dataset(
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
-    return PackedSFTDataset(
-        torch.tensor([t for ids in encoded for t in (*begin, *ids, *end)], dtype=torch.int64), seq_length
-    )
+    tokens = [token for ids in encoded for token in (*begin, *ids, *end)]
+    return PackedSFTDataset(torch.tensor(tokens, dtype=torch.int64), seq_length)
 
 
 def iterate_batches(

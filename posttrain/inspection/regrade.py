@@ -72,7 +72,8 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
                 for row, new in zip(rows, graded, strict=True)
                 if row["reward"] is not None and new.total is not None
             ]
-            approximate |= not method.regrades_exactly and any(row.get("penalties") is None for row, _ in usable)
+            whitened = getattr(method, "whiten_rewards", False)  # exact only with the penalties, which old runs lack
+            approximate |= whitened and any(row.get("penalties") is None for row, _ in usable)
             advantages = recipe_of(method).regraded(method, [row for row, _ in usable], [new for _, new in usable])
             for (row, reward), after in zip(usable, advantages, strict=True):
                 before = row["advantage"]

@@ -50,8 +50,7 @@ LEAST_SHARED = 1 << 16  # minimum numbers to sum in shared memory: its two barri
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run, numbered from 0; the first one writes the run folder. With one process, every method returns
-    its input."""
+    """The ranks of a run, from 0; the first one writes the run folder. With one process, methods return their input."""
 
     index: int = 0
     size: int = 1
@@ -161,9 +160,6 @@ class Ranks:
     def ended_together(self) -> bool:
         """Whether all ranks stopped because one reported an error."""
         return self._watch is not None and self._watch.ended_together
-
-    def any(self, flag: bool) -> bool:
-        return any(self.gather(flag))
 
     def first(self, work: Callable[[], T]) -> T:
         """The result of `work`, which only the first rank runs."""
@@ -293,9 +289,7 @@ def _having(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """Connect the ranks that torchrun or `accelerate launch` started, for the block; yields ALONE if there are none.
-
-    Raises RankError if the ranks do not find one another in time, or were started with different numbers of ranks.
-    """
+    Raises RankError if the ranks do not find one another in time, or were started with different numbers of ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
         yield ALONE
@@ -341,8 +335,7 @@ def _connect(store: dist.Store, watch: RankWatch, index: int, size: int) -> Any:
 
 
 class SharedSums:
-    """Sums in shared memory: `rooms` has each rank's memory, mapped by all ranks. `meet()` returns once all ranks have
-    called it."""
+    """Sums in shared memory: `rooms` has each rank's memory, mapped by all. `meet()` waits until all have called it."""
 
     def __init__(self, index: int, rooms: Sequence[Tensor], meet: Callable[[], object]):
         self._index, self._meet, self._turn = index, meet, 0

@@ -1,7 +1,5 @@
 """Starts the ranks of a run with torchrun's agent, and connects them through a store in which every rank checks in.
-
-Importing this module does not import torch.
-"""
+Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -42,11 +40,8 @@ OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTH
 @contextmanager
 def meeting(index: int, size: int) -> Iterator[Store]:
     """Connect to the store that all ranks share, and wait for every rank to check in. The time limit also covers the
-    block.
-
-    Raises RankError if a rank does not start in time or expects a different number of ranks. Ends the process if
-    the connection itself hangs, for example because another program has the port.
-    """
+    block. Raises RankError if a rank does not start in time or expects a different number of ranks. Ends the process
+    if the connection itself hangs, for example because another program has the port."""
     with in_time(f"rank {index} got no answer from the store of the ranks {OTHER_PROGRAM}", JOIN_S + MARGIN_S):
         store = connected(index)
         try:
@@ -75,9 +70,7 @@ def in_time(problem: str, seconds: float) -> Iterator[None]:
 
 def choose_network() -> None:
     """Let gloo connect machines over the interface that leads to the first machine, unless GLOO_SOCKET_IFNAME is set.
-
-    By default, gloo uses the address of the host name, which is a loopback address on many machines.
-    """
+    By default, gloo uses the address of the host name, which is a loopback address on many machines."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     from psutil import net_if_addrs

@@ -6,7 +6,6 @@ learn from the pairs that showing the working helps. PPO and GRPO learn this fro
 """
 
 import json
-import string
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from posttrain import runner
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import RunError
+from posttrain.base.files import from_template
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart.model import Measured, make_model, make_pairs, measure, rewards, sample_replies
@@ -141,12 +141,6 @@ def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
     return f"{len(replies):,} replies, {right:,} right: {len(train):,} pairs to train on, {len(test):,} held out"
 
 
-class _Template(string.Template):
-    """A settings file with `@name` in place of the values that depend on the quickstart."""
-
-    delimiter = "@"
-
-
 def settings_files(folder: Path, seed: int, size: Size) -> dict[str, str]:
     """The YAML settings of each stage, by name. Users can change and train them; other settings have their defaults."""
     values = {"folder": json.dumps(str(folder)), "seed": seed, **asdict(size)}
@@ -154,6 +148,5 @@ def settings_files(folder: Path, seed: int, size: Size) -> dict[str, str]:
     for stage, (evaluations, lines) in REPORTED.items():
         steps = getattr(size, f"{stage}_steps")
         own = {"steps": steps, "eval_steps": max(1, steps // evaluations), "logging_steps": max(1, steps // lines)}
-        text = (Path(__file__).parent / f"{stage}.yaml").read_text(encoding="utf-8")
-        files[stage] = _Template(text).substitute(values | own)
+        files[stage] = from_template(__file__, f"{stage}.yaml", {}, **values, **own)
     return files

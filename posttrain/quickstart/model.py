@@ -33,20 +33,13 @@ Problem = dict[str, str]  # problem, solution (the working), answer
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """Write a model folder that transformers can read. Returns the number of weights.
-
-    The tokenizer has the chat template `tags`: a reply has its working between two tags, then its solution between two.
-    """
+    """Write a model folder that transformers can read. Returns the number of weights. The tokenizer has the
+    chat template `tags`: a reply has its working between two tags, then its solution between two."""
     tokenizer = make_tokenizer(seed)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.get_vocab()[PAD],
-            eos_token_id=tokenizer.get_vocab()[STOP],
-            **table_beside(__file__, "model.yaml"),
-        )
-    )
+    ids, sizes = tokenizer.get_vocab(), table_beside(__file__, "model.yaml")
+    config = Qwen3Config(vocab_size=len(tokenizer), pad_token_id=ids[PAD], eos_token_id=ids[STOP], **sizes)
+    model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
@@ -151,9 +144,7 @@ def turns(problem: str, reply: str | None = None) -> list[dict[str, str]]:
 
 def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
     """Make preference pairs from a model's own replies: a right reply is preferred to a wrong one to the same problem.
-
-    A problem gives at most PER_PROBLEM pairs, each with a different wrong reply. Unfinished replies are dropped.
-    """
+    A problem gives at most PER_PROBLEM pairs, each with a different wrong reply. Unfinished replies are dropped."""
     pairs = []
     for start in range(0, len(replies), samples):
         group = [reply for reply in replies[start : start + samples] if reply.finished]

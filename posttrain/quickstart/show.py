@@ -71,9 +71,8 @@ def figures(outcome: Outcome) -> Iterator[Drawing]:
         lines = list(lines_of(Panel(title, (metric,)), Series(outcome.folder / stage).refresh(), "step"))
         share = metric.endswith(("accuracy", "accuracies"))
         yield chart(lines, title, smooth=smoothing(lines), share=share, ends=True, size=SIZE)
-    rows = [
-        Interval(name, model.right.value, *model.right.interval, colour=0) for name, model in outcome.measured.items()
-    ]
+    right = {name: model.right for name, model in outcome.measured.items()}
+    rows = [Interval(name, share.value, *share.interval, colour=0) for name, share in right.items()]
     yield intervals("Right answers, held-out problems", rows)
 
 
@@ -118,14 +117,12 @@ def summary(outcome: Outcome, stages: Mapping[str, Any]) -> dict[str, Any]:
         name: asdict(model) | {"right_share": model.right.value, "right_interval": list(model.right.interval)}
         for name, model in outcome.measured.items()
     }
+    against = {name: {"only_sft_right": sft, "only_it_right": it} for name, (sft, it) in changes(outcome).items()}
     return {
         "seed": outcome.seed,
         "seconds": round(outcome.seconds, 1),
         "models": models,
-        "against_sft": {
-            name: {"only_sft_right": before, "only_it_right": after}
-            for name, (before, after) in changes(outcome).items()
-        },
+        "against_sft": against,
         "stages": {stage: results["final"] for stage, results in stages.items()},
     }
 
@@ -148,15 +145,12 @@ def changes(outcome: Outcome) -> dict[str, tuple[int, int]]:
 
 def examples(outcome: Outcome) -> list[list[str]]:
     """A few problems with the answer and the replies of the models in SHOWN, marked as right or wrong."""
-    shown = [outcome.replies[name] for name in SHOWN]
-    return [
-        [
-            outcome.problems[at]["problem"],
-            outcome.problems[at]["answer"],
-            *(f"{readable(replies[at].text)} {'✓' if replies[at].right else '✗'}" for replies in shown),
-        ]
-        for at in contrasting(outcome.replies, "SFT", "DPO")
-    ]
+    rows = []
+    for at in contrasting(outcome.replies, "SFT", "DPO"):
+        shown = [outcome.replies[name][at] for name in SHOWN]
+        marked = [f"{readable(reply.text)} {'✓' if reply.right else '✗'}" for reply in shown]
+        rows.append([outcome.problems[at]["problem"], outcome.problems[at]["answer"], *marked])
+    return rows
 
 
 def readable(reply: str) -> str:

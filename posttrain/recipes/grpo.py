@@ -18,7 +18,7 @@ from torch import Tensor
 
 from posttrain.base.errors import RunError
 from posttrain.batch import Pack
-from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
+from posttrain.config.schema.online import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
 from posttrain.environments.episode import Forest
 from posttrain.losses.advantage import Turns, decoupled, group_advantages, leave_one_out, normalized, rewards_to_go

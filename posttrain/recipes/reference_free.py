@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from posttrain.batch import Example, Pack, sent
-from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
 from posttrain.config.schema.base import MethodSettings
+from posttrain.config.schema.offline import CPOMethod, ORPOMethod, SimPOMethod
 from posttrain.data import Prepared
 from posttrain.losses import called
 from posttrain.losses.preference import Pairs

@@ -197,7 +197,7 @@ def _precomputed(
 ) -> dict[str, torch.Tensor]:
     """A portion's keys (as int64) and log-probabilities, from the cache if possible."""
     folder = default_cache() / "reference" / key
-    if not job.ranks.any(bool(verify(folder))):
+    if not any(job.ranks.gather(bool(verify(folder)))):
         return load_tensors(folder / "logprob.safetensors")
     log.info("computing the reference's log-probabilities of %s, %d batches", portion.name, portion.count)
     keys, logprobs = [], []

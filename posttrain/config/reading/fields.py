@@ -110,9 +110,7 @@ def kinds_of(annotation: Any) -> list[str]:
 
 def models_in(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
     """The branches of an annotation that are groups of settings."""
-    return [
-        option for option in options(annotation, value) if isinstance(option, type) and issubclass(option, BaseModel)
-    ]
+    return [each for each in options(annotation, value) if isinstance(each, type) and issubclass(each, BaseModel)]
 
 
 def step(annotation: Any, key: str | int, value: Any) -> Any:

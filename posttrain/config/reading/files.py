@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,23 +80,21 @@ _SYNTAX_HINTS = {
     "expected ',' or": " (a bracket is not closed)",
     "cannot start any token": " (text that begins with this character needs quotes)",
 }
+# The values of scalars by the names of their tags; all others are strings.
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": lambda text: int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)),
+    "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+}
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
 def write_yaml(values: Any, flow: bool | None = False) -> str:
     """Write plain values as YAML, with mappings in their order; `flow=True` writes a single line. If a string contains
     control characters, all non-ASCII characters are written as YAML escapes, which read back equal."""
-
-    def write(allow_unicode: bool) -> str:
-        return yaml.dump(
-            values,
-            Dumper=_Dumper,
-            sort_keys=False,
-            allow_unicode=allow_unicode,
-            width=10_000 if flow else 110,
-            default_flow_style=flow,
-        )
-
+    width = 10_000 if flow else 110
+    write = partial(yaml.dump, values, Dumper=_Dumper, sort_keys=False, width=width, default_flow_style=flow)
     text = write(allow_unicode=True)
     return text if visible(text) == text else write(allow_unicode=False)
 
@@ -184,9 +183,7 @@ class _Reader:
                 raise ConfigError(self._syntax(error, text)) from error
             # a character that YAML does not allow, such as NUL
             raise ConfigError(f"{self.name} is not plain text: {str(error).splitlines()[0]}") from error
-        if node is None:
-            return Tree({}, self.origins)
-        return Tree(self.convert(node, ()), self.origins)
+        return Tree({} if node is None else self.convert(node, ()), self.origins)
 
     def convert(self, node: yaml.Node, path: KeyPath) -> Any:
         self.nodes += 1
@@ -210,7 +207,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self.convert(child, (*path, index)) for index, child in enumerate(node.value)]
         try:
-            return _scalar(node.value, node.tag.rsplit(":", 1)[-1])
+            return _SCALARS.get(node.tag.rsplit(":", 1)[-1], str)(node.value)
         except ValueError:  # a tag that does not fit the value, such as `!!int abc`, or a number of thousands of digits
             raise ConfigError(f"{self._at(node)}: {node.value[:40]!r} is not a {_short(node.tag)}") from None
 
@@ -243,18 +240,6 @@ class _Reader:
         problem = error.problem or error.context or ""
         hint = next((hint for sign, hint in _SYNTAX_HINTS.items() if sign in problem), "")
         return f"{place}: {problem}{hint}" + (f"\n    {line.strip()[:100]}" if line.strip() else "")
-
-
-def _scalar(text: str, kind: str) -> Any:
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "int":
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    if kind == "float":
-        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-    return text
 
 
 def _short(tag: str) -> str:

@@ -80,7 +80,7 @@ class Layers:
         """Set an entry of a list, or a value inside an entry: `method.loss_weights.1`, `models.0.path`."""
         node: Any = self.values
         for depth, key in enumerate(path):
-            last = depth == len(path) - 1
+            last, here = depth == len(path) - 1, ".".join(path[: depth + 1])
             if isinstance(node, list):
                 if not _is_index(key) or int(key) >= len(node):
                     raise ConfigError(f"{where}: {'.'.join(path[:depth])} has entries 0 to {len(node) - 1}, not {key}")
@@ -89,14 +89,12 @@ class Layers:
                 index = key
                 if not last and not isinstance(node.get(key), dict | list):
                     if path[depth + 1].isdecimal():
-                        raise ConfigError(
-                            f"{where}: {'.'.join(path[: depth + 1])} is not a list with entries to change"
-                        )
+                        raise ConfigError(f"{where}: {here} is not a list with entries to change")
                     node[key] = {}
             if last:
                 node[index] = value
             elif not isinstance(node[index], dict | list):
-                raise ConfigError(f"{where}: {'.'.join(path[: depth + 1])} has no settings inside it")
+                raise ConfigError(f"{where}: {here} has no settings inside it")
             node = node[index]
         at = tuple(int(part) if _is_index(part) else part for part in path)
         self.origins = {known: line for known, line in self.origins.items() if known[: len(at)] != at} | {at: where}

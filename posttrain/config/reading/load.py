@@ -1,7 +1,5 @@
-"""Loads a RunConfig from a file or preset, overrides and flags.
-
-Precedence: flag, override, file, extended files, default. Within a file, a stage overrides the common settings.
-"""
+"""Loads a RunConfig from a file or preset, overrides and flags. Precedence: flag, override, file, extended files,
+default. Within a file, a stage overrides the common settings."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -68,8 +66,7 @@ def load(
     `source` is a YAML or JSON file, the name of a preset, or the settings as a mapping; `overrides` are strings
     `a.b=c`; `flags` maps dotted paths to values (strings are parsed like those of overrides). Overrides and flags apply
     to every stage, or to a single one in the form `stages.NAME.a.b=c`; flags take precedence over both forms of
-    override. `imports`: whether a user's method is imported, and its settings are checked. Raises ConfigError, which
-    lists all problems.
+    override. `imports`: whether to import a user's method and check its settings. Raises ConfigError with all problems.
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
@@ -183,8 +180,7 @@ def _load_stages(
 
 
 def _reads(layers: Layers, given: Sequence[Assignment], path: str) -> bool:
-    """Whether a stage with these settings and assignments can read one of them: a setting of its method, an entry of a
-    list that it has."""
+    """Whether a stage with these settings and assignments can read one: a setting of its method, an entry of a list."""
     section, *rest = path.split(".")
     if rest and rest[0].isdecimal():
         return any(name == section for name, *_ in given) or isinstance(layers.values.get(section), list)

@@ -150,11 +150,6 @@ class MethodSettings(Settings):
         return getattr(self, "num_generations", 0)
 
     @property
-    def regrades_exactly(self) -> bool:
-        """Whether advantages can be computed exactly from the rollouts of earlier versions, which lack `penalties`."""
-        return not getattr(self, "whiten_rewards", False)
-
-    @property
     def has_reference(self) -> bool:
         """Whether the method compares the policy with a reference or a teacher."""
         return bool(MODELS & type(self).model_fields.keys()) and not getattr(self, "reference_free", False)

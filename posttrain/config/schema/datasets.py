@@ -9,11 +9,8 @@ from posttrain.base.files import table_beside
 @dataclass(frozen=True, slots=True)
 class KnownSet:
     """A data set on the hub, and its short name. `source` is its hub id: owner/name or owner/name/subset, with the
-    default subset.
-
-    `columns` maps the fields of `format` to the data's columns, and `splits` maps train and test to the data set's
-    splits. `files` lists the files of a split if the repository does not.
-    """
+    default subset. `columns` maps the fields of `format` to the data's columns, and `splits` maps train and test to the
+    data set's splits. `files` lists the files of a split if the repository does not."""
 
     name: str
     source: str

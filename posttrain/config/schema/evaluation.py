@@ -80,7 +80,6 @@ class EvaluationConfig(Settings):
     datasets: tuple[EvaluationDataset, ...] = setting(
         (), "Further data sets to evaluate on: a list of {name, source, split, ...}."
     )
-
     suites: Annotated[
         tuple[Suite, ...], BeforeValidator(lambda suites: [suites] if isinstance(suites, str | dict) else suites)
     ] = setting((), "Suites of questions (docs/eval.md): a list of names, or {suite, source, max_rows}.")

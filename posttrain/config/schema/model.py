@@ -6,16 +6,7 @@ from pydantic import Field
 
 from posttrain.base.words import model_name
 from posttrain.config.schema.base import Conflicts, Settings, setting
-from posttrain.config.schema.types import (
-    RANDOMISED_PISSA,
-    AboveZero,
-    BelowOne,
-    FolderName,
-    ModelPath,
-    OnOff,
-    Positive,
-    Text,
-)
+from posttrain.config.schema.types import AboveZero, BelowOne, FastPissa, FolderName, ModelPath, OnOff, Positive, Text
 
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -34,7 +25,7 @@ class LoraConfig(Settings):
     )
     use_rslora: bool = setting(False, "Whether to scale by alpha / sqrt(r) instead, for large ranks.")
     use_dora: bool = setting(False, "Whether to train each weight's magnitude separately (DoRA).")
-    init: Literal["default", "pissa", "olora", "loftq"] | Annotated[str, Field(pattern=RANDOMISED_PISSA)] = setting(
+    init: Literal["default", "pissa", "olora", "loftq"] | FastPissa = setting(
         "default", "Start of the adapters: PEFT's, the weights' principal part, their QR, or 4-bit rounding errors."
     )
 

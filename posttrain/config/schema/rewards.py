@@ -103,7 +103,6 @@ Reward = Annotated[
     BeforeValidator(lambda value: {"type": "python", "function": value} if is_own(value) else value),
 ]
 
-
 ALL_ZERO = "all rewards have weight 0, so no completion has a total reward; give one of them a different weight"
 
 

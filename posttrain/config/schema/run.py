@@ -323,10 +323,8 @@ class RunConfig(Settings):
             yield "evaluation.num_batches", "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}"
         evaluation, method, n = self.evaluation, self.method.type, self.evaluation.num_generations
         if evaluation.suites and self.method.head != "lm":
-            yield (
-                "evaluation.suites",
-                f"need a model that generates, but {method} trains one that scores: leave them out",
-            )
+            path = "evaluation.suites"
+            yield path, f"need a model that generates, but {method} trains one that scores: leave them out"
         for name in ("num_generations", *SAMPLING):
             if not (self.samples and self._validates) and not evaluation.is_default(name):
                 yield (

@@ -21,7 +21,6 @@ CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared w
 OF_ENVIRONMENT = "environment"  # the rule that takes the environment's reward
 LM_EVAL = "lm-eval:"  # prefix that marks lm-eval's tasks among the names of suites
 
-
 Alternatives = Annotated[tuple[Text, ...], OneOrMore, Field(min_length=1)]
 
 

@@ -110,12 +110,8 @@ class TrackingConfig(Settings):
         named = set(self.report_to)
         if len(named) != len(self.report_to):
             yield "report_to", "names a tracker twice"
-        readers_of = {
-            "logging_dir": ("tensorboard", "wandb"),
-            "project": ("wandb", "trackio"),
-            "wandb_mode": ("wandb",),
-        }
-        for field, readers in readers_of.items():
+        read_by = {"logging_dir": ("tensorboard", "wandb"), "project": ("wandb", "trackio"), "wandb_mode": ("wandb",)}
+        for field, readers in read_by.items():
             if not self.is_default(field) and named.isdisjoint(readers):
                 yield field, f"is read by {' and '.join(readers)}, which report_to does not name"
 

@@ -28,7 +28,6 @@ ZeroToOne = Annotated[Float, Field(ge=0, le=1)]
 Fraction = Annotated[Float, Field(gt=0, le=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 
-
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], OneOrMore]
@@ -46,7 +45,7 @@ LINE = rf"^[^{CONTROLS}]+$"
 FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
 WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
 PERCENTILE = r"^p([1-9]\d?|100)$"
-RANDOMISED_PISSA = r"^pissa_niter_[1-9][0-9]?$"
+FAST_PISSA = r"^pissa_niter_[1-9][0-9]?$"  # PiSSA by a randomised SVD of so many iterations
 FUNCTION = r"^([A-Za-z_][\w.]*|[\w./-]+\.py):[A-Za-z_]\w*$"
 EVAL_METRIC = rf"^(auto|eval_[^{CONTROLS}]+)$"
 PATTERNS = {
@@ -54,7 +53,7 @@ PATTERNS = {
     FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
     WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
-    RANDOMISED_PISSA: "such as pissa_niter_16",
+    FAST_PISSA: "such as pissa_niter_16",
     FUNCTION: "such as module:function or FILE.py:FUNCTION",
     EVAL_METRIC: "that begins with eval_ or is auto",
 }
@@ -93,6 +92,7 @@ def _short_enough(text: str) -> str:
     return text
 
 
+FastPissa = Annotated[str, Field(pattern=FAST_PISSA)]
 Folder = Annotated[str, Field(pattern=LINE)]  # a folder's path
 FolderName = Annotated[str, Field(pattern=FILE_NAME), AfterValidator(_short_enough)]
 Label = Annotated[str, Field(pattern=LINE), AfterValidator(_short_enough)]  # a name in metrics and logs
