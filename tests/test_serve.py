@@ -1076,4 +1076,5 @@ def test_no_template_is_rendered_in_our_own_processes():
     called = re.findall(r"from_template\(\s*([^,]+,\s*[^,]+),", "".join(f.read_text() for f in root.rglob("*.py")))
     names = {" ".join(arguments.split()) for arguments in called}
     own = {f'__file__, "{name}.jinja"' for name in ("Modelfile", "card.md", "adapter.md")}
+    own |= {'__file__, f"{stage}.yaml"'}  # of the quickstart
     assert names == own | {"module: str, name: str"}

@@ -87,8 +87,9 @@ def read_grade(reply: object, seconds: float) -> Grade:
     if verdict in NON_VERDICTS:
         return Grade(verdict, seconds=seconds, reason=str(reply.get("reason"))[:EXTRACTED_CHARACTERS])
     parts, extracted = reply.get("parts"), reply.get("extracted")
-    numbers = [reply.get("score"), *parts.values()] if isinstance(parts, dict) else [None]
-    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+    if not isinstance(parts, dict):
+        return broken
+    if not all(type(x) in (int, float) and math.isfinite(x) for x in (reply.get("score"), *parts.values())):
         return broken
     if extracted is not None and not (isinstance(extracted, str) and len(extracted) <= EXTRACTED_CHARACTERS):
         return broken

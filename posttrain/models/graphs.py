@@ -235,7 +235,7 @@ class PackGraphs:
     def forget(self) -> None:
         """Set the gradients of `kept` to 0."""
         if self.kept:
-            torch._foreach_zero_([master.grad for master in self.kept])
+            torch._foreach_zero_([master.grad for master in self.kept if master.grad is not None])
 
     def _is_full(self, learns: bool) -> bool:
         return sum(key.learns is learns for key in self._passes) >= MOST

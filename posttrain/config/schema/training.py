@@ -61,7 +61,7 @@ class TrainingConfig(Settings):
         "auto", "Whether to recompute activations in the backward pass: slower, less memory."
     )
 
-    cuda_graphs: Literal["auto", False] = setting(
+    cuda_graphs: Literal["auto"] | bool = setting(
         "auto", "Whether a GPU replays a pack's passes as CUDA graphs; auto: where the model and the settings allow it."
     )
 
