@@ -89,7 +89,8 @@ def read_grade(reply: object, seconds: float) -> Grade:
     parts, extracted = reply.get("parts"), reply.get("extracted")
     if not isinstance(parts, dict):
         return broken
-    if not all(type(x) in (int, float) and math.isfinite(x) for x in (reply.get("score"), *parts.values())):
+    numbers: list[Any] = [reply.get("score"), *parts.values()]
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
         return broken
     if extracted is not None and not (isinstance(extracted, str) and len(extracted) <= EXTRACTED_CHARACTERS):
         return broken
