@@ -32,9 +32,7 @@ from posttrain.models.nodes import Paths
 
 MOST = 32  # passes that are captured; others stay as they are
 STEP = 256  # tokens by which widths differ, at least
-LONG = (
-    6144  # tokens from which a pass takes as long as its launches, so that a faster attention gains more than a graph
-)
+LONG = 6144  # tokens from which a pass takes longer than its launches: a faster attention gains more than a graph
 FAILED: list[torch.cuda.CUDAGraph] = []  # kept, because the allocator refers to them
 T = TypeVar("T")
 
@@ -66,13 +64,12 @@ def capture(run: Callable[[], T], others: Iterable[torch.cuda.CUDAGraph]) -> tup
         with torch.cuda.graph(graph, pool=pool):
             return graph, run()
     except Exception:
-        # Where CUDA has ended the capture, PyTorch leaves its stream and its allocator as they were in it.
+        # If CUDA has ended the capture, PyTorch leaves its stream and its allocator as they were in it.
         torch.cuda.set_stream(stream)
-        with suppress(Exception):
+        with suppress(Exception):  # raised if PyTorch has ended it
             torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-        with suppress(Exception):
             torch._C._cuda_releasePool(stream.device_index, pool)
-        FAILED.append(graph)
+            FAILED.append(graph)
         raise
 
 
