@@ -151,17 +151,11 @@ style: .venv/.installed-dev
 lint: style
 	$(BIN)/pyright
 
+# Every benchmark, also after one that misses a goal.
 bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
-	$(BIN)/python -m benchmarks.save
-	$(BIN)/python -m benchmarks.neighbour
-	$(BIN)/python -m benchmarks.run
-	$(BIN)/python -m benchmarks.online
-	$(BIN)/python -m benchmarks.generate
-	$(BIN)/python -m benchmarks.bf16
-	$(BIN)/python -m benchmarks.beside
-	$(BIN)/python -m benchmarks.evaluate
-	$(BIN)/python -m benchmarks.serve
-	$(BIN)/python -m benchmarks.turns
+	@missed=; for name in save neighbour run online generate bf16 beside evaluate serve turns; do \
+		echo "$(BIN)/python -m benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name || missed="$$missed $$name"; \
+	done; test -z "$$missed" || { echo "goals missed, or errors, in:$$missed"; exit 1; }
 
 # How fast the pages answer with 500 runs and 100,000 rollouts, made by a script (1 GB under build/).
 bench-ui: .venv/.installed-dev
