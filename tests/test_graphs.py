@@ -21,7 +21,6 @@ from posttrain.models import graphs
 from posttrain.models.attention import PackedMask
 from posttrain.models.graphs import PackGraphs, padded, without_graphs
 from posttrain.models.lean import lean
-from posttrain.models.load import load_config
 from posttrain.optim.adamw import AdamW
 from posttrain.runner import one
 from posttrain.scoring import Scorer
@@ -393,7 +392,7 @@ def test_only_so_many_passes_are_captured(scratch_model, made, monkeypatch):
 
 def test_what_rules_graphs_out(scratch_model, monkeypatch):
     monkeypatch.setattr(graphs, "lacking_for_triton", lambda: None)
-    shape = load_config(grpo(scratch_model).models[0])
+    shape = AutoConfig.for_model("qwen3", head_dim=64)
 
     def of(*overrides, shape=shape, dtype=torch.bfloat16, device=GPU, ranks=1):
         return without_graphs(grpo(scratch_model, *overrides), shape, dtype, device, ranks)
@@ -404,6 +403,8 @@ def test_what_rules_graphs_out(scratch_model, monkeypatch):
     assert of(ranks=2) == "there are several ranks"
     assert of("training.optimizer=adamw_cpu_offload") == "gradients are in CPU memory"
     assert of(dtype=torch.float32) == "attention runs without FlexAttention"
+    narrow = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=8, head_dim=8)
+    assert of(shape=narrow) == "heads of 8 are too narrow for FlexAttention"
     assert of("rollout.engine=vllm") == "vLLM needs their memory"
     assert of("model.new_tokens=[<a>]", "model.lora=true") == "PEFT looks up new tokens"
     dynamic = AutoConfig.for_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})

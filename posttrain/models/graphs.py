@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 from posttrain.base.log import log
 from posttrain.batch import Pack
 from posttrain.config import RunConfig
-from posttrain.models.attention import PackedMask, lacking_for_triton
+from posttrain.models.attention import NARROWEST, PackedMask, lacking_for_triton
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, trains_rows
 from posttrain.models.nodes import Paths
 
@@ -95,15 +95,17 @@ def without_graphs(
     config: RunConfig, shape: PreTrainedConfig, dtype: torch.dtype, device: torch.device, ranks: int
 ) -> str | None:
     """Why a model's passes are not replayed as CUDA graphs; None if they may be."""
+    if device.type != "cuda":
+        return "they need a GPU"
     family, rollout, text = FAMILIES.get(shape.model_type, UNKNOWN), config.rollout, shape.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     by_rows = not family.packed or any(model.attention not in ("auto", "packed") for model in config.models)
     lacks_kernels = torch.cuda.is_available() and lacking_for_triton() is not None  # a plan may be for another machine
+    head = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // getattr(text, "num_attention_heads", 1)
     colocated = config.method.samples_completions and rollout.engine == "vllm" and rollout.vllm.base_url is None
     reasons = {
         "training.cuda_graphs is false": not config.training.cuda_graphs,
-        "they need a GPU": device.type != "cuda",
         "there are several ranks": ranks > 1,
         "gradients are in CPU memory": config.training.optimizer == "adamw_cpu_offload",
         "attention runs without FlexAttention": dtype == torch.float32 or lacks_kernels,
@@ -113,6 +115,7 @@ def without_graphs(
         "layers are dropped at random": getattr(text, "layerdrop", 0) > 0,
         "positions depend on the longest sequence": bool(ropes & {"dynamic", "longrope"}),
         "PEFT looks up new tokens": any(model.lora is not None and model.new_tokens for model in config.models),
+        f"heads of {head} are too narrow for FlexAttention": head < NARROWEST,
         "vLLM needs their memory": colocated,
     }
     return next((why for why, applies in reasons.items() if applies), None)
