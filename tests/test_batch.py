@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from posttrain.batch import Example, Node, pack, physical_length, sequences
 from posttrain.config import SFTMethod
-from posttrain.optim.update import over_packs
+from posttrain.optim.update import numbers, shares_of
 from posttrain.recipes import sft
 from posttrain.scoring import Scores
 
@@ -155,7 +155,7 @@ def test_the_weighted_loss_is_that_of_a_dense_computation(width, weighted):
     packs, objective = sft.objectives(SimpleNamespace(job=job, scorer=scorer, method=SFTMethod()))(examples)
     assert len(packs) == {1000: 1, 20: 3, 9: 6}[width] and objective.count == pytest.approx(total, rel=1e-12)
     assert isinstance(objective.count, float) == weighted
-    losses = over_packs(packs, objective)
+    losses = numbers(shares_of(packs, objective))
     torch.testing.assert_close(losses["loss"], float(dense.detach() / total), rtol=1e-6, atol=0)
     torch.testing.assert_close(table.grad, torch.autograd.grad(dense / total, table)[0])
     if not weighted:

@@ -63,7 +63,7 @@ class Capturing(TorchDispatchMode):
 
 
 def listed(run, others):
-    """In place of `graphs.capture`."""
+    """`graphs.capture` on a CPU."""
     graph = Listed()
     with Capturing(graph):
         result = run()
@@ -406,7 +406,7 @@ def test_what_rules_graphs_out(scratch_model, monkeypatch):
     narrow = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=8, head_dim=8)
     assert of(shape=narrow) == "heads of 8 are too narrow for FlexAttention"
     assert of("rollout.engine=vllm") == "vLLM needs their memory"
-    assert of("model.new_tokens=[<a>]", "model.lora=true") == "PEFT looks up new tokens"
+    assert of("model.new_tokens=[<a>]", "model.lora=true") == "LoRA trains new tokens"
     dynamic = AutoConfig.for_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert of(shape=dynamic) == "positions depend on the longest sequence"
     assert of(shape=AutoConfig.for_model("opt", layerdrop=0.1)) == "layers are dropped at random"

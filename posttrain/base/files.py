@@ -204,9 +204,9 @@ MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the
 
 def from_template(module: str, name: str, filters: Mapping[str, Callable[..., Any]], /, **values: Any) -> str:
     """The text of a Jinja template that lies beside a module (`__file__`), with these filters and values."""
-    from jinja2 import Environment
+    from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     environment.filters |= filters
     return environment.from_string(Path(module).with_name(name).read_text(encoding="utf-8")).render(values)
 

@@ -98,7 +98,7 @@ class Codec:
         self._call_end, self._wrapper = self._end, ("", "")  # of a turn with tool calls; the text around all calls
         self._think = _thinking(self._opened, thought)
         self._grammar = self._learn() if self.tools else None
-        # Whether thinking is left out: by whether it is empty, and the roles of the messages that follow a reply.
+        # Whether thinking is omitted: by whether it is empty, and the roles of the messages that follow a reply.
         self._forgets: dict[tuple[bool | str, ...], bool] = {}
 
     def varied(self, variables: Mapping[str, Any]) -> Codec:

@@ -147,12 +147,12 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 def with_weights(turns: Turns) -> Turns:
     """The messages with their weight keys replaced by `WEIGHT`: (key in the row, weight), unless the weight is 1."""
-    weighed = []
+    weighted = []
     for turn in turns:
         flags, [rest] = turn.get(WEIGHT, {}), without([turn], WEIGHT)
         least, key = min(((_weight(key, value), key) for key, value in flags.items()), default=(1.0, ""))
-        weighed.append({**rest, WEIGHT: (key, least)} if least != 1 else rest)
-    return weighed
+        weighted.append({**rest, WEIGHT: (key, least)} if least != 1 else rest)
+    return weighted
 
 
 def _weight(key: str, value: object) -> float:

@@ -281,7 +281,7 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedSplit:
-    """What was saved of one split: the numbers of rows and bytes, and of malformed and too long rows left out."""
+    """What was saved of one split: the numbers of rows, bytes, and dropped rows (malformed, too long)."""
 
     name: str
     rows: int

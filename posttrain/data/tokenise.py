@@ -158,7 +158,7 @@ class Tokeniser:
         turns = self.writer.assistants(rows, texts)
         read, weights = self._read(rows, texts), self.writer.weights(texts)
         out: list[Trained | RowError] = []
-        for row, item, characters, weighed in zip(rows, read, turns, weights, strict=True):
+        for row, item, characters, weighted in zip(rows, read, turns, weights, strict=True):
             if isinstance(item, RowError):
                 out.append(item)
                 continue
@@ -173,10 +173,10 @@ class Tokeniser:
                 spans = (*((first, min(stop, cut)) for first, stop in assistant if first < cut), *spans)
             shifted = completion_only_loss is not None and item.shifted
             example = Trained(ids, spans, cut, shifted, heads=self._heads(item.whole, cut))
-            out.append(example if weighed is None else self._weighed(example, item.whole, weighed))
+            out.append(example if weighted is None else self._weighted(example, item.whole, weighted))
         return out
 
-    def _weighed(
+    def _weighted(
         self, example: Trained, whole: _Encoded, weights: Sequence[tuple[Span, float]]
     ) -> Trained | UntrainedError:
         """The example with the loss weights of its messages; `weights` has their character spans."""

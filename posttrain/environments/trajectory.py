@@ -30,7 +30,7 @@ class Part:
     stop: int
     calls: Calls = ()
     # Of a turn that begins a branch of the episode: the number of the tokens before that it follows, below 0 if part of
-    # the prompt is left out too.
+    # the prompt is omitted too.
     keep: int | None = None
 
     def moved(self, by: int) -> Part:

@@ -31,7 +31,7 @@ from posttrain.inspection.loss_inputs import (
 from posttrain.models.devices import determinism, take_device
 from posttrain.models.experts import RouterLoss
 from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import Objective, balanced, over_packs
+from posttrain.optim.update import Objective, balanced, numbers, shares_of
 from posttrain.recipes import recipe_of
 from posttrain.recipes.offline import Models, scorer_of
 from posttrain.recipes.online import Step, split_prompts
@@ -224,7 +224,7 @@ def _measure(bench: Bench, chosen: Sequence[Variant]) -> tuple[list[LossRow], Te
     for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
         restore_rng(*generators, bench.job.device)  # the same dropout for all losses
         loss = bench.loss(variant.method)
-        metrics = over_packs(loss.packs, loss.objective)
+        metrics = numbers(shares_of(loss.packs, loss.objective))
         norm, value = _take(bench.optimizer, gradient), metrics.get("loss", 0.0)
         rows.append(LossRow(variant, _finite(value), _finite(norm), *clipped(variant.method, loss, stored)))
     return rows, gradients

@@ -60,17 +60,19 @@ def capture(run: Callable[[], T], others: Iterable[torch.cuda.CUDAGraph]) -> tup
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     pool: Any = next((other.pool() for other in others), None) or torch.cuda.graph_pool_handle()
     gc.collect()  # nodes of autograd that a reference cycle keeps belong to another stream
+    is_done = False
     try:
         with torch.cuda.graph(graph, pool=pool):
-            return graph, run()
-    except Exception:
-        # If CUDA has ended the capture, PyTorch leaves its stream and its allocator as they were in it.
-        torch.cuda.set_stream(stream)
-        with suppress(Exception):  # raised if PyTorch has ended it
-            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-            torch._C._cuda_releasePool(stream.device_index, pool)
-            FAILED.append(graph)
-        raise
+            result = run()
+        is_done = True
+        return graph, result
+    finally:
+        if not is_done:  # if CUDA has ended the capture, PyTorch leaves its stream and its allocator as they were in it
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # raised if PyTorch has ended it
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                torch._C._cuda_releasePool(stream.device_index, pool)
+                FAILED.append(graph)
 
 
 def addresses(weights: Iterable[Tensor]) -> list[tuple[Any, ...]]:
@@ -114,7 +116,7 @@ def without_graphs(
         f"{shape.model_type} has experts": hasattr(text, "num_experts_per_tok"),
         "layers are dropped at random": getattr(text, "layerdrop", 0) > 0,
         "positions depend on the longest sequence": bool(ropes & {"dynamic", "longrope"}),
-        "PEFT looks up new tokens": any(model.lora is not None and model.new_tokens for model in config.models),
+        "LoRA trains new tokens": any(model.lora is not None and model.new_tokens for model in config.models),
         f"heads of {head} are too narrow for FlexAttention": head < NARROWEST,
         "vLLM needs their memory": colocated,
     }
@@ -157,7 +159,7 @@ class PackGraphs:
     VARYING = ("tokens_T", "position_T", "end_T")
 
     def __init__(self, model: nn.Module, masters: Mapping[nn.Parameter, Tensor], eager_in_training: bool):
-        """`eager_in_training`: whether passes in training mode draw random numbers that no graph can."""
+        """`eager_in_training`: whether passes in training mode sample random numbers that no graph can."""
         self._model, base = model, base_of(model)
         self._backbone, self._embeddings = backbone_of(base), base.get_input_embeddings()
         self._adapters, self._eager_in_training = adapters_of(model), eager_in_training
@@ -244,10 +246,10 @@ class PackGraphs:
         return self._model.training, *states_of(self._adapters)
 
     def _is_special(self) -> bool:
-        """Whether this pass does what no graph can: draw some kinds of random numbers, call hooks (NEFTune), or make
-        tensors that no other pass may change."""
-        draws = self._model.training and self._eager_in_training
-        return draws or bool(self._embeddings._forward_hooks) or torch.is_inference_mode_enabled()
+        """Whether this pass cannot be captured: it samples random numbers that no graph can, calls hooks (NEFTune), or
+        creates tensors that no other pass may change."""
+        is_random = self._model.training and self._eager_in_training
+        return is_random or bool(self._embeddings._forward_hooks) or torch.is_inference_mode_enabled()
 
     def _waits(self) -> bool:
         """Whether the backward pass of a replayed forward pass has not come yet, which needs that pass's memory."""

@@ -345,9 +345,9 @@ class _States:
         return state
 
 
-def draws(model: nn.Module) -> bool:
-    """Whether the model may draw random numbers in training mode: dropout in its settings or in an adapter, routers, or
-    a family that is not known."""
+def is_stochastic(model: nn.Module) -> bool:
+    """Whether the model may sample random numbers in training mode: dropout in its settings or in an adapter, routers,
+    or a family that is not known."""
     config = base_of(model).config
     text, family = config.get_text_config(), FAMILIES.get(config.model_type, UNKNOWN)
     rates = [rate for name, rate in text.to_dict().items() if "drop" in name and isinstance(rate, int | float)]
@@ -361,7 +361,7 @@ def enable_gradient_checkpointing(policy: nn.Module) -> None:
     transformers' own switch needs training mode. That would also turn on the dropout that some layers apply themselves
     (OPT, Falcon), but the recipe decides about dropout.
     """
-    has_dropout = draws(policy)
+    has_dropout = is_stochastic(policy)
     for layer in base_of(policy).modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(_checkpointed, layer, layer.forward, has_dropout)

@@ -81,7 +81,7 @@ def update(
         norm = optimizer.norm()  # before the host waits for the metrics, so that a GPU waits for it only once
         metrics = numbers(total)
     else:
-        metrics = summed(ranks.passes(lambda: over_packs(packs, objective, spare, scaler.scale)))
+        metrics = summed(ranks.passes(lambda: numbers(shares_of(packs, objective, spare, scaler.scale))))
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
@@ -129,11 +129,6 @@ def shares_of(
     return total
 
 
-def over_packs(*given: Any) -> dict[str, float]:
-    """Return the metrics of `shares_of` as numbers."""
-    return numbers(shares_of(*given))
-
-
 def numbers(metrics: Metrics) -> dict[str, float]:
     """Return the metrics as numbers, for which the host waits once."""
     values = torch.stack([value.float() for value in metrics.values()]).tolist() if metrics else []
@@ -163,8 +158,8 @@ def over_batches(
     count: dict[str, float] = {}
     losses: list[tuple[float, float]] = []  # of each batch, with its weight
     for packs, objective in batches:
-        share = partial(over_packs, ranks.mine(packs), objective, ranks.spare(packs))
-        for key, value in summed(ranks.passes(share)).items():
+        share = partial(shares_of, ranks.mine(packs), objective, ranks.spare(packs))
+        for key, value in summed(ranks.passes(lambda share=share: numbers(share()))).items():
             if extreme := _extreme(key):
                 total[key] = extreme(total.get(key, value), value)
             else:

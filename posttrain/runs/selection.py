@@ -20,12 +20,12 @@ Member = tuple[float, Any]  # a completion with its reward
 def select(
     stored: StoredRun, to: Target, steps: Sequence[int], best: int | None = None, above: float | None = None
 ) -> tuple[list[Row], Counter[str]]:
-    """Rows that `posttrain train` reads, and how many completions were read, and left out for which reason.
+    """Rows that `posttrain train` reads, and how many completions were read, and dropped for which reason.
 
     sft: the `best` completions of each prompt (1), if their reward is above `above`. pairs: the `best` most rewarded
     completions of each prompt (1), each with one of the least rewarded ones. kto: every completion, desirable if its
     reward is above `above` or, by default, above the mean of its prompt. The completions of a prompt are those of all
-    `steps`, each text once. Completions without a reward and truncated ones are left out. Raises UsageError if no row
+    `steps`, each text once. Completions without a reward and truncated ones are dropped. Raises UsageError if no row
     is left.
     """
     counts: Counter[str] = Counter()

@@ -31,7 +31,7 @@ from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import LEARNED_POSITIONS, base_of, check_positions, positions_of, set_eos_token_ids
 from posttrain.models.graphs import PackGraphs, without_graphs
-from posttrain.models.lean import draws, enable_gradient_checkpointing
+from posttrain.models.lean import enable_gradient_checkpointing, is_stochastic
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
 from posttrain.models.lora import add_lora, continues, fuse, load_lora, set_start
 from posttrain.models.quantised import refuse_training
@@ -279,7 +279,7 @@ class Job:
             if self.device.type == "cuda" and masters:
                 log.info("CUDA graphs are off: %s", why or "the GPU has no room for them")
             return None
-        return PackGraphs(model, masters, eager_in_training=self.gradient_checkpointing and draws(model))
+        return PackGraphs(model, masters, eager_in_training=self.gradient_checkpointing and is_stochastic(model))
 
     def offloads(self) -> bool:
         """Whether optimizer state is kept in CPU memory and the model on a GPU. On a CPU, AdamW needs no offload."""
