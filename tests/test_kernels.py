@@ -58,7 +58,7 @@ def assert_near(got, want, within: float) -> None:
     [(70, 333, 72, False, None, 1.0), (64, 256, 64, True, 5.0, 0.7), (1, 130, 40, True, None, 1.3)],
 )
 def test_scores_without_logits(monkeypatch, dtype, size, words, dim, bias, softcap, temperature):
-    """All that scores give, and all gradients, in one part of the vocabulary and in several."""
+    """All that scores give, and all gradients, over several blocks of the vocabulary."""
     small = {"ROWS": 64, "WORDS": 64, "INNER": 32, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(scores, "block_on", lambda device: small)
     torch.manual_seed(0)
@@ -75,8 +75,8 @@ def test_scores_without_logits(monkeypatch, dtype, size, words, dim, bias, softc
         return [*out, *torch.autograd.grad(loss, inputs)]
 
     within = 5e-6 if dtype == torch.float32 else 2e-2
-    for programs, of in ((1, (0, 1)), (50, (0,)), (50, (1,))):  # one part of the vocabulary, then several
-        monkeypatch.setattr(scores, "PROGRAMS", programs)
+    for parts, of in ((1 << 23, (0, 1)), (240, (0,)), (240, (1,))):  # all rows at once, then a chunk at a time
+        monkeypatch.setattr(scores, "PARTS", parts)
         got, want = found(True, *of), found(False, *of)
         assert_near(got[:3], want[:3], 5e-6)
         assert_near(got[3:], want[3:], within)
@@ -267,20 +267,32 @@ def test_which_models_take_them(monkeypatch):
 
 
 COMPILE = """
+import os
+import re
+import subprocess
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from posttrain.models.kernels import decode, layers, scores  # noqa: E402
 
+MULTIPLES = ("dim", "words", "hidden_stride", "weight_stride")  # of 16, as are addresses
+
 def size(kernel, constants, num_warps=8, num_stages=2, **types):
     options = dict(num_warps=num_warps, num_stages=num_stages)
     constants = constants | {name: None for name, type in types.items() if type is None}
     given = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    made = triton.compile(ASTSource(kernel, given, constants), GPUTarget("cuda", 90, 32), options)
-    print(kernel.__name__, len(made.asm["cubin"]), made.metadata.shared)
+    sixteen = [name for name, type in given.items() if type[0] == "*" or name in MULTIPLES]
+    alike = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in sixteen}
+    made = triton.compile(ASTSource(kernel, given, constants, alike), GPUTarget("cuda", 90, 32), options)
+    code = Path(os.environ["TRITON_CACHE_DIR"]) / "code.cubin"
+    code.write_bytes(made.asm["cubin"])
+    reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.check_output([reader, "--dump-resource-usage", code], text=True)
+    print(kernel.__name__, len(made.asm["cubin"]), made.metadata.shared, re.search(r"STACK:(\\d+)", usage)[1])
 
 half, wide, whole = "*bf16", "*fp32", "*i64"
-head = dict(hidden=half, weight=half, bias=None, target=whole, temperature="fp32", softcap="fp32")
+head = dict(hidden=half, weight=half, bias=None, target=whole, scale="fp32", softcap="fp32")
 for most, block in scores.BLOCKS.items():
     options = {name: block[name] for name in ("num_warps", "num_stages")}
     sizes = {name: block[name] for name in ("ROWS", "WORDS", "INNER")}
@@ -306,7 +318,8 @@ size(decode._joined, dict(EACH=2, SIZE=128), group_R=whole, member_R=whole, prom
 
 @pytest.mark.slow
 def test_they_compile_for_a_gpu(tmp_path):
-    """To machine code of an H100 (sm_90), with no more shared memory than a block may have there (227 KB)."""
+    """To machine code of an H100 (sm_90), with no more shared memory than a block may have there (227 KB), and with all
+    variables in registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
@@ -316,9 +329,10 @@ def test_they_compile_for_a_gpu(tmp_path):
     print(done.stdout)
     made = [line.split() for line in done.stdout.splitlines()]
     assert len(made) == 11
-    for need, (_, _, shared) in zip([need for need in scores.BLOCKS for _ in range(2)], made, strict=False):
+    for need, (_, _, shared, _) in zip([need for need in scores.BLOCKS for _ in range(2)], made, strict=False):
         assert int(shared) <= 9 * need // 8
-    assert all(int(code) > 1000 and int(shared) <= 227 << 10 for _, code, shared in made)
+    assert all(int(code) > 1000 and int(shared) <= 227 << 10 for _, code, shared, _ in made)
+    assert all(int(stack) <= 16 for *_, stack in made), "too many variables are in memory"
 
 
 def test_scores_that_no_kernel_has_are_computed_by_pytorch():

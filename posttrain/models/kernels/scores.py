@@ -1,21 +1,24 @@
 """Log-probabilities and entropies computed from hidden states and the LM head, with logits only in registers.
 
-The softmax is computed online, block by block of the vocabulary (Milakov and Gimelshein, arXiv 1805.02867): for each
-row a program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - m) (l - m), all float32, so that
+A program computes the logits of a block of rows and words, and keeps of each row the largest logit m,
+z = sum 2^(l - m) and s = sum 2^(l - m) (l - m), all float32. They are joined over the blocks of the vocabulary
+(Milakov and Gimelshein, arXiv 1805.02867), so that
 
-    logprob = l[target] - m - log z        entropy = log z - s / z
+    logprob = l[target] - m - log2 z        entropy = log2 z - s / z
 
-The vocabulary is divided among programs, whose m, z and s are joined at the end. Backward recomputes the logits.
-Their gradients are written to memory, a chunk of rows at a time and in the model's dtype. cuBLAS then multiplies them
-with hidden states and weights at full speed and, unlike atomic additions, with a fixed order of sums.
+Logits are divided by ln 2, because the hardware has powers of 2; results are multiplied by it. A program that took
+several blocks of words in turn would need more registers than there are. Backward recomputes the logits. Their
+gradients are written to memory, a chunk of rows at a time and in the model's dtype. cuBLAS then multiplies them with
+hidden states and weights at full speed and, unlike atomic additions, with a fixed order of sums.
 
-Shapes: N rows, D hidden size, V vocabulary, S splits of the vocabulary.
+Shapes: N rows, D hidden size, V vocabulary, S blocks of the vocabulary.
 """
 
 # Type checkers do not know how Triton launches kernels: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -30,17 +33,18 @@ BLOCKS: dict[int, dict[str, int]] = {
     64 << 10: {"ROWS": 128, "WORDS": 128, "INNER": 64, "num_warps": 8, "num_stages": 2},
     144 << 10: {"ROWS": 128, "WORDS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
 }
-PROGRAMS = 264  # twice the multiprocessors of an H100: the vocabulary is divided to reach this number
+PARTS = 1 << 23  # elements of (S, N): more rows are scored a chunk at a time
+LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
 def _logits(
     hidden, weight, bias, row, word, size, words, dim,
-    hidden_stride, weight_stride, temperature, softcap,
+    hidden_stride, weight_stride, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Return a block of float32 logits divided by the temperature, (ROWS, WORDS), and the cap's slope (1: no cap)."""
+    """Return a block of float32 logits times `scale`, (ROWS, WORDS), and the slope of the cap (1: no cap)."""
     inner = tl.arange(0, INNER)
     total = tl.zeros((ROWS, WORDS), tl.float32)
     for start in range(0, dim, INNER):
@@ -65,50 +69,42 @@ def _logits(
         capped = 2 / (1 + tl.exp(-2 * total / softcap)) - 1  # tanh
         total = softcap * capped
         slope = 1 - capped * capped
-    return total / temperature, slope
+    return total * scale, slope
 
 
 @triton.jit
 def _forward(
     hidden, weight, bias, target, highest_SN, total_SN, along_SN, chosen_N,
-    size, words, dim, hidden_stride, weight_stride, temperature, softcap, blocks,
+    size, words, dim, hidden_stride, weight_stride, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Compute m, z and s of ROWS rows over `blocks` blocks of the vocabulary, and logits of the targets in them."""
+    """Compute m, z and s of ROWS rows over WORDS words, and the logits of those targets that are among the words."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(1)
-    aim = tl.load(target + row, mask=row < size, other=-1)
-    highest = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    along = tl.zeros((ROWS,), tl.float32)
-    for block in range(split * blocks, tl.minimum((split + 1) * blocks, tl.cdiv(words, WORDS))):
-        word = block * WORDS + tl.arange(0, WORDS)
-        logits, _ = _logits(
-            hidden, weight, bias, row, word, size, words, dim, hidden_stride, weight_stride, temperature, softcap,
-            HAS_BIAS, HAS_CAP, PRECISION, WIDE, ROWS, WORDS, INNER,
-        )  # fmt: skip
-        known = (word < words)[None, :]
-        before = highest
-        highest = tl.maximum(before, tl.max(tl.where(known, logits, -1e30), 1))
-        below = tl.where(known, logits - highest[:, None], 0.0)
-        p = tl.where(known, tl.exp(below), 0.0)
-        shrink = tl.exp(before - highest)
-        along = shrink * (along + total * (before - highest)) + tl.sum(p * below, 1)
-        total = shrink * total + tl.sum(p, 1)
-        is_aim = word[None, :] == aim[:, None]
-        found = tl.sum(tl.where(is_aim, logits, 0.0), 1)
-        tl.store(chosen_N + row, found, mask=(row < size) & (tl.sum(is_aim.to(tl.int32), 1) > 0))
-    index = split * size + row
-    tl.store(highest_SN + index, highest, mask=row < size)
-    tl.store(total_SN + index, total, mask=row < size)
-    tl.store(along_SN + index, along, mask=row < size)
+    block = tl.program_id(1)
+    word = block * WORDS + tl.arange(0, WORDS)
+    here = row < size
+    logits, _ = _logits(
+        hidden, weight, bias, row, word, size, words, dim, hidden_stride, weight_stride, scale, softcap,
+        HAS_BIAS, HAS_CAP, PRECISION, WIDE, ROWS, WORDS, INNER,
+    )  # fmt: skip
+    logits = tl.where((word < words)[None, :], logits, -1e30)
+    highest = tl.max(logits, 1)
+    aim = (tl.load(target + row, mask=here, other=-1) - block * WORDS).to(tl.int32)
+    is_aim = tl.arange(0, WORDS)[None, :] == aim[:, None]
+    tl.store(chosen_N + row, tl.sum(tl.where(is_aim, logits, 0.0), 1), mask=here & (aim >= 0) & (aim < WORDS))
+    below = logits - highest[:, None]
+    p = tl.exp2(below)
+    index = block * size + row
+    tl.store(highest_SN + index, highest, mask=here)
+    tl.store(total_SN + index, tl.sum(p, 1), mask=here)
+    tl.store(along_SN + index, tl.sum(p * below, 1), mask=here)
 
 
 @triton.jit
 def _gradient(
     hidden, weight, bias, target, log_z_N, entropy_N, grad_logprob_N, grad_entropy_N, grad_logits,
-    size, words, dim, hidden_stride, weight_stride, temperature, softcap,
+    size, words, dim, hidden_stride, weight_stride, scale, softcap,
     HAS_LOGPROB: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
@@ -118,20 +114,20 @@ def _gradient(
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     here = row < size
     logits, slope = _logits(
-        hidden, weight, bias, row, word, size, words, dim, hidden_stride, weight_stride, temperature, softcap,
+        hidden, weight, bias, row, word, size, words, dim, hidden_stride, weight_stride, scale, softcap,
         HAS_BIAS, HAS_CAP, PRECISION, WIDE, ROWS, WORDS, INNER,
     )  # fmt: skip
-    log_p = logits - tl.load(log_z_N + row, mask=here, other=0.0)[:, None]
-    p = tl.exp(log_p)
+    log_p = logits - tl.load(log_z_N + row, mask=here, other=0.0)[:, None] / LN2  # base 2
+    p = tl.exp2(log_p)
     grad = tl.zeros((ROWS, WORDS), tl.float32)
     if HAS_ENTROPY:
         entropy = tl.load(entropy_N + row, mask=here, other=0.0)[:, None]
-        grad -= p * tl.load(grad_entropy_N + row, mask=here, other=0.0)[:, None] * (log_p + entropy)
+        grad -= p * tl.load(grad_entropy_N + row, mask=here, other=0.0)[:, None] * (log_p * LN2 + entropy)
     if HAS_LOGPROB:
         aim = tl.load(target + row, mask=here, other=-1)
         is_aim = (word[None, :] == aim[:, None]).to(tl.float32)
         grad += (is_aim - p) * tl.load(grad_logprob_N + row, mask=here, other=0.0)[:, None]
-    grad = grad / temperature * slope
+    grad = grad * (scale * LN2) * slope
     index = row[:, None].to(tl.int64) * words + word[None, :]
     tl.store(grad_logits + index, grad.to(grad_logits.dtype.element_ty), mask=here[:, None] & (word < words)[None, :])
 
@@ -149,26 +145,32 @@ def scores(
     The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
     """
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
-    size, words, block = len(hidden_ND), len(weight_VD), block_on(hidden_ND.device)
-    row_blocks, word_blocks = triton.cdiv(size, block["ROWS"]), triton.cdiv(words, block["WORDS"])
-    blocks = max(1, word_blocks * row_blocks // PROGRAMS)  # number of vocabulary blocks per program
-    splits = triton.cdiv(word_blocks, blocks)
-    highest_SN, total_SN, along_SN = torch.empty(3, splits, size, device=hidden_ND.device).unbind()
+    blocks = triton.cdiv(len(weight_VD), block_on(hidden_ND.device)["WORDS"])
+    rows = max(1, PARTS // blocks)
+    chunks = zip(hidden_ND.split(rows), target_N.split(rows), strict=True)
+    found = [_scores(hidden, weight_VD, bias_V, target, temperature, softcap, blocks) for hidden, target in chunks]
+    return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+def _scores(hidden_ND, weight_VD, bias_V, target_N, temperature, softcap, blocks) -> tuple[Tensor, ...]:
+    size = len(hidden_ND)
+    highest_SN, total_SN, along_SN = torch.empty(3, blocks, size, device=hidden_ND.device).unbind()
     chosen_N = torch.empty(size, device=hidden_ND.device)
     if size:
-        _forward[row_blocks, splits](
+        _forward[triton.cdiv(size, block_on(hidden_ND.device)["ROWS"]), blocks](
             hidden_ND, weight_VD, bias_V, target_N, highest_SN, total_SN, along_SN, chosen_N,
-            *_sizes(hidden_ND, weight_VD, temperature, softcap), blocks,
+            *_sizes(hidden_ND, weight_VD, temperature, softcap),
             **_constants(hidden_ND, bias_V, softcap),
         )  # fmt: skip
     highest_N = highest_SN.amax(0)
     apart_SN = highest_SN - highest_N
-    shrink_SN = apart_SN.exp()
+    shrink_SN = apart_SN.exp2()
     total_N = (shrink_SN * total_SN).sum(0)
     along_N = (shrink_SN * (along_SN + total_SN * apart_SN)).sum(0)
-    log_total_N = total_N.log()
+    log_total_N = total_N.log2()
     log_z_N = log_total_N + highest_N
-    return log_z_N, chosen_N - log_z_N, log_total_N - along_N / total_N, (chosen_N == highest_N).float()
+    results = log_z_N, chosen_N - log_z_N, log_total_N - along_N / total_N
+    return *(LN2.value * each for each in results), (chosen_N == highest_N).float()
 
 
 def logits_gradient(
@@ -213,7 +215,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _sizes(hidden_ND: Tensor, weight_VD: Tensor, temperature: float, softcap: float | None) -> tuple:
     strides = hidden_ND.stride(0), weight_VD.stride(0)
-    return (len(hidden_ND), *weight_VD.shape, *strides, float(temperature), float(softcap or 0.0))
+    return (len(hidden_ND), *weight_VD.shape, *strides, 1 / (LN2.value * temperature), float(softcap or 0.0))
 
 
 def _constants(hidden_ND: Tensor, bias_V: Tensor | None, softcap: float | None) -> dict[str, Any]:
