@@ -107,12 +107,26 @@ def test_scores_of_nothing_and_of_what_is_no_number():
     assert log_z.isnan().tolist() == logprob.isnan().tolist() == [False, True, False]
 
 
+def laid(way: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A random tensor (..., heads, W) or (..., W): contiguous, part of a wider one, or with axes or heads turned."""
+    heads = len(shape) > 3
+    wider = (*shape[:-2], shape[-2] + 3, shape[-1]) if heads else (*shape[:-1], shape[-1] + 9)
+    x = torch.randn(*(wider if way == "part" else shape)).to(dtype)
+    if way == "part":
+        return x[..., 2:-1, :] if heads else x[..., 5:-4]
+    return {"whole": x, "turned": x.mT.clone().mT, "heads": x.transpose(1, -2).clone().transpose(1, -2)}[way]
+
+
+WAYS = pytest.mark.parametrize("way", ["whole", "part", "turned", "heads"])
+
+
 @DTYPES
+@WAYS
 @pytest.mark.parametrize("width", [64, 96, 5])
-def test_norms(dtype, width):
+def test_norms(dtype, width, way):
     torch.manual_seed(0)
-    x, grad, weight = torch.randn(1, 37, 4, width).to(dtype), torch.randn(1, 37, 4, width).to(dtype), torch.rand(width)
-    weight = weight.to(dtype)
+    x, grad = (laid(each, 1, 37, 4, width, dtype=dtype) for each in (way, "heads"))
+    weight = torch.rand(width).to(dtype)
     want, got = operations.rms_norm(x, weight, 1e-6), layers.rms_norm(x, weight, 1e-6)
     assert_near(got, want, WITHIN[dtype])
     want = operations.rms_norm_gradients(x, weight, want[1], grad, True)
@@ -131,21 +145,26 @@ def test_sums_of_a_norms_weight_in_several_programs(monkeypatch):
 
 
 @DTYPES
+@WAYS
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rotations(dtype, sign):
+def test_rotations(dtype, sign, batch, way):
     torch.manual_seed(0)
-    x, angle = torch.randn(2, 29, 3, 48).to(dtype), torch.randn(1, 29, 1, 24).repeat(1, 1, 1, 2)
+    x, angle = laid(way, batch, 29, 3, 48, dtype=dtype), torch.randn(1, 29, 1, 24).repeat(1, 1, 1, 2)
     turns = angle.cos().to(dtype), angle.sin().to(dtype)
     assert_near([layers.rotate(x, *turns, sign)], [operations.rotate(x, *turns, sign)], WITHIN[dtype])
 
 
 @DTYPES
-def test_gated_mlps(dtype):
+@WAYS
+@pytest.mark.parametrize("columns_each", [1024, 128])
+def test_gated_mlps(dtype, columns_each, way, monkeypatch):
+    monkeypatch.setattr(layers, "COLUMNS", columns_each)
     torch.manual_seed(0)
-    gate, up, grad = (3 * torch.randn(3, 1, 50, 300)).to(dtype)
+    gate, up, grad = (laid(each, 1, 50, 300, dtype=dtype) for each in (way, "part", "whole"))
     assert_near([layers.swiglu(gate, up)], [operations.swiglu(gate, up)], WITHIN[dtype])
     want = operations.swiglu_gradients(gate, up, grad.clone(), again=True)  # which takes the place of its argument
-    assert_near(layers.swiglu_gradients(gate, up, grad, again=True), want, WITHIN[dtype])
+    assert_near(layers.swiglu_gradients(gate, up, grad.clone(), again=True), want, WITHIN[dtype])
     assert_near(layers.swiglu_gradients(gate, up, grad, again=False)[:2], want[:2], WITHIN[dtype])
     assert_near(operations.swiglu_gradients(gate, up, grad, again=False)[:2], want[:2], WITHIN[dtype])
 
@@ -216,6 +235,53 @@ def test_attention_of_new_tokens(monkeypatch, size, heads, each, window, softcap
     for programs in (1, 264):
         monkeypatch.setattr(decode, "PROGRAMS", programs)
         assert_near([attended(True)], [want], WITHIN[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "size, heads, each, normed, turned, joint", [(64, 2, 3, True, False, True), (16, 1, 1, False, True, False)]
+)
+def test_new_tokens_enter_the_cache(monkeypatch, dtype, size, heads, each, normed, turned, joint):
+    """One kernel gives the queries, keys and values that norms, rotations and indexing give one after another."""
+    monkeypatch.setattr("posttrain.engines.cache.SMALL_HEAD", 1000 if turned else 0)
+    monkeypatch.setattr("posttrain.engines.cache.cache_dtype", lambda dtype, device: dtype)
+    torch.manual_seed(0)
+    rows, module, column_R = 5, torch.nn.Module(), torch.tensor([0, 7, 3, 3, 1])
+    module.layer_idx = 0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    wide = torch.randn(1, rows, (each + 2) * heads * size).to(dtype)
+    counts = [each * heads, heads, heads]
+    new = [x.unflatten(-1, (-1, size)) for x in wide.split([count * size for count in counts], -1)]
+    new = new if joint else [x.contiguous() for x in new]
+    angle = torch.randn(1, rows, size // 2).repeat(1, 1, 2)
+    turns, weights = (angle.cos().to(dtype), angle.sin().to(dtype)), torch.rand(2, size).to(dtype)
+    norms, how = (*weights, 1e-6) if normed else None, How(size**-0.5, 0.0, None, None)
+
+    def results(fused: bool) -> list[torch.Tensor]:
+        cache = Cache(Room(6, 2, 5, 8, 9), still=True)
+        for buffer in cache.buffers.of(0, torch.zeros(1, heads, 1, size, dtype=dtype)):
+            buffer.zero_()
+        zero = torch.zeros(rows, dtype=torch.int64)
+        decoding = Decoding(
+            cache, zero, torch.arange(rows), torch.arange(rows)[None], column_R, torch.tensor([4]), torch.tensor([8]),
+            Shape(rows, 1, 5, 8, 9, even_prompts=False, even_ages=False), fused=True,
+        )  # fmt: skip
+        if fused:
+            assert decoding.attend_new is not None
+            out = decoding.attend_new(module, *new, *turns, norms, how)
+        else:
+            query, key, value = new
+            if norms is not None:
+                query, key = (layers.rms_norm(x, w, 1e-6)[0] for x, w in zip((query, key), weights, strict=True))
+            cos, sin = (turn.unsqueeze(-2) for turn in turns)
+            query, key = layers.rotate(query, cos, sin, 1), layers.rotate(key, cos, sin, 1)
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            out = decoding.attend(module, query, key, value, how).transpose(1, 2).flatten(2)
+        layer = cache.layers[0]
+        return [out, layer.own_key[:rows], layer.own_value[:rows]]
+
+    got, want = results(True), results(False)
+    assert_near(got, want, WITHIN[dtype])
+    assert torch.equal(got[2], want[2])
 
 
 @pytest.mark.slow
@@ -305,12 +371,15 @@ size(layers._rms_norm, row, x=half, weight=half, y=half, rstd=wide, eps="fp32")
 size(layers._rms_norm_gradients, row | dict(WEIGHT=True), x=half, weight=half, rstd=wide, grad_y=half, grad_x=half,
      grad_weight=wide)
 size(layers._rotate, dict(ROWS=64, HALF=64), x=half, cos=half, sin=half, y=half)
-size(layers._swiglu, dict(ELEMENTS=4096), gate=half, up=half, y=half)
-size(layers._swiglu_gradients, dict(ELEMENTS=4096, AGAIN=True), gate=half, up=half, grad_y=half, grad_gate=half,
+size(layers._swiglu, dict(COLUMNS=1024), gate=half, up=half, y=half)
+size(layers._swiglu_gradients, dict(COLUMNS=1024, AGAIN=True), gate=half, up=half, grad_y=half, grad_gate=half,
      grad_up=half, y=half)
 size(decode._part, dict(WINDOWED=False, CAPPED=False, PRECISION="tf32", WIDE=False, QUERIES=16, COLUMNS=64, SIZE=128),
      query=half, key=half, value=half, row_HM=whole, count_H=whole, at_R=whole, out_SHKQd=wide, highest_SHKQ=wide,
      total_SHKQ=wide, scale="fp32", softcap="fp32")
+size(decode._entered, dict(NORMED=True, EACH=2, HALF=64), num_warps=1, query=half, key=half, value=half, cos=half,
+     sin=half, query_weight=half, key_weight=half, column_R=whole, turned=half, own_key=half, own_value=half,
+     eps="fp32")
 size(decode._joined, dict(EACH=2, SIZE=128), group_R=whole, member_R=whole, prompt_out=wide, prompt_highest=wide,
      prompt_total=wide, own_out=wide, own_highest=wide, own_total=wide, result=half)
 """
@@ -328,7 +397,7 @@ def test_they_compile_for_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
     made = [line.split() for line in done.stdout.splitlines()]
-    assert len(made) == 11
+    assert len(made) == 12
     for need, (_, _, shared, _) in zip([need for need in scores.BLOCKS for _ in range(2)], made, strict=False):
         assert int(shared) <= 9 * need // 8
     assert all(int(code) > 1000 and int(shared) <= 227 << 10 for _, code, shared, _ in made)

@@ -20,7 +20,7 @@ a group, M slots for a group's live completions, d the size of a head.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ class Decoding:
     length_G: Tensor  # number of tokens of each group's prompt
     age_G: Tensor  # number of tokens of each group's completions, which start together
     shape: Shape
-    fused: bool = False  # whether models/kernels/decode.py computes the attention
+    fused: bool = False  # whether models/kernels/decode.py computes norms, rotations and attention
 
     read = slice(None)
 
@@ -143,6 +143,18 @@ class Decoding:
         if out is None:
             out = _joined(*self._parts(layer, query_RKrd, how, shifted=True))
         return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
+
+    @property
+    def attend_new(self) -> Callable[..., Tensor] | None:
+        return self._attend_new if self.fused else None
+
+    def _attend_new(self, module, query, key, value, cos, sin, norms, how) -> Tensor:
+        from posttrain.models.kernels.decode import enter  # needs Triton
+
+        layer = self.cache.layer(module, key.transpose(1, 2))
+        new = query[0], key[0], value[0], cos[0], sin[0]
+        query_RKrd = enter(*new, norms, layer.own_key, layer.own_value, self.column_R)
+        return self._fused(layer, query_RKrd, how).to(value.dtype).flatten(1)[None]
 
     def _fused(self, layer: Layer, query_RKrd: Tensor, how: How) -> Tensor:
         """Compute the attention with kernels, which read prompts and completions only up to their lengths."""

@@ -70,6 +70,8 @@ class Resuming:
     """The new tokens of conversations in the engine's slots: each token sees its conversation up to itself. Their keys
     and values are written behind those of the conversation's past, which are in the slots."""
 
+    attend_new: Callable[..., Tensor] | None = None
+
     def __init__(self, cache: Cache, slots: Sequence[int], seen: Sequence[int], counts: Sequence[int]):
         self.cache, self.parts = cache, []
         start = 0

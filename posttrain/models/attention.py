@@ -49,10 +49,13 @@ class How:
 class Visible(Protocol):
     """The argument `packed`: which keys the tokens of a forward pass see, and how they attend to them.
 
-    `read` are the tokens, in order, whose last hidden states will be read.
+    `read` are the tokens, in order, whose last hidden states will be read. `attend_new` is None unless one kernel gives
+    queries and keys their norms and rotations: it gets module, queries (1, T, H, d), keys and values (1, T, H_kv, d) as
+    projected, cos and sin (1, T, d), the norms' weights and epsilon or None, and `how`, and returns (1, T, H d).
     """
 
     read: slice | Tensor
+    attend_new: Callable[..., Tensor] | None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Return the output (1, H, T, d) of attention from query (1, H, T, d) to key and value (1, H_kv, T, d)."""
@@ -65,6 +68,8 @@ class PackedMask:
     `read` are the tokens, in order, whose last hidden states will be read; all by default. Entries after the first
     `num_read` are copies of the last one.
     """
+
+    attend_new: Callable[..., Tensor] | None = None
 
     def __init__(self, pack: Pack, read: Tensor | None = None, num_read: int | None = None):
         self.read: slice | Tensor = slice(None) if read is None else read

@@ -40,6 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.models.attention import How, PackedMask, Visible
 from posttrain.models.families import FAMILIES, UNKNOWN, base_of
 from posttrain.models.matmul import linear, product
+from posttrain.models.projections import project
 
 BLOCK_ELEMENTS = 1 << 19  # elements of a block: 2 MB in float32, still in the cache for the next operation
 
@@ -236,7 +237,7 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
         return kernels.norm(hidden_states, self.weight, self.variance_epsilon)
 
     def mlp(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        (gate, up), down = project((self.gate_proj, self.up_proj), x), self.down_proj
         # A linear layer without an adapter whose weight receives a gradient.
         is_trained = type(down) is nn.Linear and down.weight.requires_grad and torch.is_grad_enabled()
         if kernels.gated_linear is not None and is_trained and not torch.is_autocast_enabled(x.device.type):
@@ -247,13 +248,16 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
         if packed is None:
             return type(self).forward(self, hidden_states, position_embeddings=position_embeddings, **settings)
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (layer(hidden_states).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        if hasattr(self, "q_norm"):
+        query, key, value = (y.view(heads) for y in project((self.q_proj, self.k_proj, self.v_proj), hidden_states))
+        dropout, window = self.attention_dropout if self.training else 0.0, WINDOWS[type(self).__name__](self)
+        how, is_normed = How(self.scaling, dropout, window, softcap=None), hasattr(self, "q_norm")
+        if packed.attend_new is not None:
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon) if is_normed else None
+            return self.o_proj(packed.attend_new(self, query, key, value, *position_embeddings, norms, how)), None
+        if is_normed:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (turn.unsqueeze(-2) for turn in position_embeddings)
         query, key = kernels.rotated(query, cos, sin), kernels.rotated(key, cos, sin)
-        dropout, window = self.attention_dropout if self.training else 0.0, WINDOWS[type(self).__name__](self)
-        how = How(self.scaling, dropout, window, softcap=None)
         out = packed.attend(self, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), how)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), None
 

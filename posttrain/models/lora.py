@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
-from posttrain.models.matmul import low_rank
 from posttrain.models.quantised import CLASSES, weight_of
 
 if TYPE_CHECKING:
@@ -219,29 +217,6 @@ def start_factors(weight: Tensor, lora: LoraConfig, scaling: float) -> tuple[Ten
         U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
     root_r = (S[:r] / scaling).sqrt()
     return root_r[:, None] * Vh[:r], U[:, :r] * root_r
-
-
-def fuse(policy: PeftModel) -> None:
-    """Compute the adapters of plain linear layers together with their layers (models/matmul.py), in place."""
-    from peft.tuners.lora.layer import Linear
-
-    for module in policy.modules():
-        if type(module) is Linear and type(module.base_layer) is nn.Linear:
-            module.forward = MethodType(_fused, module)
-
-
-def _fused(self: Any, x: Tensor, *args: Any, **settings: Any) -> Tensor:
-    active = [name for name in self.active_adapters if name in self.lora_A]
-    if len(active) == 1 and not (self.disable_adapters or self.merged or args or settings):
-        [name] = active
-        A, B, layer = self.lora_A[name], self.lora_B[name], self.base_layer
-        drops = self.training and not isinstance(self.lora_dropout[name], nn.Identity)
-        is_frozen = not any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
-        is_plain = is_frozen and not drops and name not in self.lora_variant and B.bias is None
-        is_cast = torch.is_autocast_enabled(x.device.type) or not x.dtype == A.weight.dtype == layer.weight.dtype
-        if is_plain and not is_cast:
-            return low_rank(layer, x, A.weight, B.weight, self.scaling[name])
-    return type(self).forward(self, x, *args, **settings)
 
 
 @contextmanager

@@ -159,37 +159,3 @@ class Linear(torch.autograd.Function):
         grad_x = product(grad, weight.t()) if need_x else None
         grad_weight = rows.t() @ x.flatten(0, -2) if need_weight else None
         return grad_x, grad_weight, rows.sum(0) if need_bias else None
-
-
-def low_rank(layer: nn.Linear, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-    """The forward of a frozen layer with LoRA, x W^T + b + s x A^T B^T (arXiv 2106.09685, eq. 3): (r, K), (M, r)."""
-    if torch.is_grad_enabled():
-        return LowRank.apply(x, layer.weight, layer.bias, A, B, scaling)
-    y = product(x, weight_of(layer), layer.bias)
-    y.view(-1, y.shape[-1]).addmm_(x.flatten(0, -2) @ A.t(), B.t(), alpha=scaling)
-    return y
-
-
-class LowRank(torch.autograd.Function):
-    """`low_rank`, with three products forward and five backward: scalings and sums are part of them."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-        rows = x.flatten(0, -2)
-        inner = rows @ A.t()
-        ctx.save_for_backward(rows, weight, A, B, inner)
-        ctx.scaling = scaling
-        return product(rows, weight, bias).addmm_(inner, B.t(), alpha=scaling).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        [grad] = grad_outputs
-        rows, weight, A, B, inner = ctx.saved_tensors
-        shape, grad = grad.shape[:-1], grad.flatten(0, -2)
-        grad_inner = torch.addmm(inner, grad, B, beta=0, alpha=ctx.scaling)
-        grad_A = grad_inner.t() @ rows
-        grad_B = torch.addmm(B, grad.t(), inner, beta=0, alpha=ctx.scaling)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = product(grad, weight.t()).addmm_(grad_inner, A).view(*shape, -1)
-        return grad_x, None, None, grad_A, grad_B, None

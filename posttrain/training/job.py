@@ -33,7 +33,8 @@ from posttrain.models.families import LEARNED_POSITIONS, base_of, check_position
 from posttrain.models.graphs import PackGraphs, without_graphs
 from posttrain.models.lean import enable_gradient_checkpointing, is_stochastic
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
-from posttrain.models.lora import add_lora, continues, fuse, load_lora, set_start
+from posttrain.models.lora import add_lora, continues, load_lora, set_start
+from posttrain.models.projections import fuse, place
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
 from posttrain.optim.adamw import AdamW
@@ -268,6 +269,8 @@ class Job:
         elif self.offloads():
             kind = partial(AdamWCPUOffload, device=self.device)
         optimizer = kind(policy, self.dtype, **settings)
+        if not self.ranks.in_step:
+            place(policy, bases=self.device.type == "cuda")
         masters = {optimizer.parameters[name]: master for name, master in optimizer.masters.items()}
         optimizer.graphs = self.capture(policy.model if isinstance(policy, ValueScorer) else policy, masters)
         return optimizer

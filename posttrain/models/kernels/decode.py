@@ -11,6 +11,8 @@ reads
 that is, every key and value once, up to the actual lengths. Sizes are those of the padded tensors, and lengths are
 read from tensors, so one captured CUDA graph serves all lengths up to these sizes.
 
+A kernel before that gives queries and keys their norms and rotations, and writes keys and values to the cache.
+
 Shapes: R completions, G prompts of up to M completions, K heads of keys, each for r heads of queries, of size d. A
 holder of keys is a prompt or a completion.
 """
@@ -128,6 +130,86 @@ def _joined(
         (out / share[:, None]).to(result.dtype.element_ty),
         mask=here,
     )
+
+
+@triton.jit
+def _turned(first, second, weight, c, s, column, half, eps, NORMED: tl.constexpr):
+    """Return both halves of rows after norm, which is rounded to the weight's dtype, and rotation, float32."""
+    if NORMED:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        inverse = (1 / tl.sqrt(squares / (2 * half) + eps))[:, None]
+        w_first = tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
+        w_second = tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+        first = (first * inverse * w_first).to(weight.dtype.element_ty).to(tl.float32)
+        second = (second * inverse * w_second).to(weight.dtype.element_ty).to(tl.float32)
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _entered(
+    query, key, value, cos, sin, query_weight, key_weight, column_R, turned, own_key, own_value,
+    heads, each, half, eps, query_row, key_row, value_row,
+    to_key_row, to_key_head, to_key_column, to_key_number,
+    to_value_row, to_value_head, to_value_column, to_value_number,
+    NORMED: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Turn one row's queries of one key head, and its key; write its key and value to the row's column."""
+    row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    column, which = tl.arange(0, HALF)[None, :], tl.arange(0, EACH)[:, None]
+    one = column < half
+    c = tl.load(cos + row * 2 * half + column, mask=one, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * 2 * half + column, mask=one, other=0.0).to(tl.float32)
+    here = (which < each) & one
+    source = query + row * query_row + (head * each + which) * 2 * half + column
+    first = tl.load(source, mask=here, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=here, other=0.0).to(tl.float32)
+    first, second = _turned(first, second, query_weight, c, s, column, half, eps, NORMED)
+    target = turned + ((row * heads + head) * each + which) * 2 * half + column
+    tl.store(target, first.to(turned.dtype.element_ty), mask=here)
+    tl.store(target + half, second.to(turned.dtype.element_ty), mask=here)
+    source = key + row * key_row + head * 2 * half + column
+    first = tl.load(source, mask=one, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=one, other=0.0).to(tl.float32)
+    first, second = _turned(first, second, key_weight, c, s, column, half, eps, NORMED)
+    at = tl.load(column_R + row)
+    target = own_key + row * to_key_row + head * to_key_head + at * to_key_column + column * to_key_number
+    tl.store(target, first.to(own_key.dtype.element_ty), mask=one)
+    tl.store(target + half * to_key_number, second.to(own_key.dtype.element_ty), mask=one)
+    source = value + row * value_row + head * 2 * half + column
+    target = own_value + row * to_value_row + head * to_value_head + at * to_value_column + column * to_value_number
+    tl.store(target, tl.load(source, mask=one).to(own_value.dtype.element_ty), mask=one)
+    tl.store(target + half * to_value_number, tl.load(source + half, mask=one).to(own_value.dtype.element_ty), mask=one)
+
+
+def enter(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    own_key: Tensor,
+    own_value: Tensor,
+    column_R: Tensor,
+) -> Tensor:
+    """Write the new keys and values (R, K, d) of rows to the columns `column_R` of the cache (R, K, L, d), and return
+    the queries (R, H, d) as (R, K, r, d): queries and keys after norm and rotation by the angles (R, d).
+
+    `norms`: the weights (d) of the RMS norms of queries and keys, and their epsilon. A row's heads are contiguous.
+    """
+    rows, heads, size = key.shape
+    query, key, value = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (query, key, value))
+    query_weight, key_weight, eps = norms or (query, key, 0.0)
+    each = query.shape[1] // heads
+    turned = torch.empty(rows, heads, each, size, dtype=own_key.dtype, device=query.device)
+    _entered[rows * heads,](
+        query, key, value, cos.contiguous(), sin.contiguous(), query_weight, key_weight, column_R, turned,
+        own_key, own_value, heads, each, size // 2, eps, query.stride(0), key.stride(0), value.stride(0),
+        *own_key.stride(), *own_value.stride(),
+        NORMED=norms is not None, EACH=triton.next_power_of_2(each), HALF=triton.next_power_of_2(size // 2),
+        num_warps=1,
+    )  # fmt: skip
+    return turned
 
 
 def decode_attention(
