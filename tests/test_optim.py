@@ -1,6 +1,7 @@
 """The optimizer against torch's, its float32 masters, and the schedules against transformers'."""
 
 import copy
+import importlib.util
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from transformers.optimization import get_scheduler
 
 from posttrain.base.errors import ConfigError, DamagedError
 from posttrain.config import load
+from posttrain.optim import adamw
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, Muon, eight_bit_names, layer_matrices
 from posttrain.training.loop import learning_rate_at, warmup_count
@@ -83,6 +85,14 @@ def offloaded(model, dtype=torch.float32, **settings):
 
 
 OPTIMIZERS = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "adamw_cpu_offload": offloaded, "muon": Muon}
+if importlib.util.find_spec("triton"):
+    OPTIMIZERS |= {"in halves": partial(AdamW, in_halves=True), "muon, in halves": partial(Muon, in_halves=True)}
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch):
+    """For masters in halves."""
+    monkeypatch.setattr(adamw, "LARGE", 1)
 
 
 def large_model():
@@ -115,8 +125,8 @@ def test_state_restores_to_the_bit(kind, dtype):
             backward_large(m, step)
             backward_large(m, step + 10)
             o.step(1e-3)
-    for name, master in optimizer.masters.items():
-        assert torch.equal(master, resumed.masters[name])
+    for name, master in optimizer.values.items():
+        assert torch.equal(master, resumed.values[name])
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
     ours, theirs = optimizer.state(), resumed.state()
@@ -379,27 +389,72 @@ def test_averages_are_torchs_of_the_masters(kind, dtype):
 
     model = large_model()
     optimizer = OPTIMIZERS[kind](model, dtype, ema_decay=0.9)
-    masters = nn.ParameterDict({name.replace(".", "-"): nn.Parameter(m) for name, m in optimizer.masters.items()})
+    masters = nn.ParameterDict({name.replace(".", "-"): nn.Parameter(m) for name, m in optimizer.values.items()})
     averaged = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     averaged.update_parameters(masters)  # its first call copies
     for step in range(4):
         backward_large(model, step)
         optimizer.step(1e-2)
         averaged.update_parameters(
-            nn.ParameterDict({name.replace(".", "-"): nn.Parameter(m) for name, m in optimizer.masters.items()})
+            nn.ParameterDict({name.replace(".", "-"): nn.Parameter(m) for name, m in optimizer.values.items()})
         )
     want = {name: averaged.module[name.replace(".", "-")].data for name in optimizer.masters}
     for name, average in optimizer.averages.items():
         torch.testing.assert_close(average, want[name], rtol=1e-6, atol=1e-7, msg=name)
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    masters = {name: m.detach().clone() for name, m in optimizer.masters.items()}
+    masters = {name: m.detach().clone() for name, m in optimizer.values.items()}
     optimizer.swap_averages()
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, optimizer.masters[name].to(dtype)), name
-        torch.testing.assert_close(optimizer.masters[name].data, want[name], rtol=1e-6, atol=1e-7, msg=name)
+        assert torch.equal(parameter, optimizer.values[name].to(dtype)), name
+        torch.testing.assert_close(optimizer.values[name], want[name], rtol=1e-6, atol=1e-7, msg=name)
     optimizer.swap_averages()
     assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
-    assert all(torch.equal(m, masters[name]) for name, m in optimizer.masters.items())
+    assert all(torch.equal(m, masters[name]) for name, m in optimizer.values.items())
+
+
+def test_halves_are_exact():
+    """Ties, both signs, powers of two, numbers below the smallest normal one, and infinity."""
+    patterns = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F818001, 0x7F7F7FFF, 0x7F800000, 0x00008000, 0x00000001, 0]
+    signed = [pattern - (1 << 31) for pattern in patterns]
+    x = torch.cat([torch.tensor(patterns + signed, dtype=torch.int32).view(torch.float32), torch.randn(10_000)])
+    weight, rest = adamw.halves(x)
+    assert weight.dtype == torch.bfloat16 and rest.dtype == torch.int16
+    bits = (weight.view(torch.int16).int() << 16) + rest
+    assert torch.equal(bits, x.view(torch.int32))
+    assert torch.equal(weight[18:], x[18:].bfloat16())  # no ties
+    finite = x.isfinite()
+    assert ((weight.double() - x.double()).abs() <= (x.bfloat16().double() - x.double()).abs())[finite].all()
+
+
+@pytest.mark.skipif("in halves" not in OPTIMIZERS, reason="the kernel needs Triton: pip install -e .[gpu-dev]")
+@pytest.mark.parametrize("make", [AdamW, Muon])
+def test_masters_in_halves_move_as_whole_ones(make):
+    """The same masters up to float32 rounding; weights are the rounded masters; either goes on from the other."""
+    models = large_model(), large_model()
+    whole, halved = (
+        make(m, torch.bfloat16, weight_decay=0.1, max_grad_norm=0.05, loraplus_lr_ratio=3.0, in_halves=halves)
+        for m, halves in zip(models, (False, True), strict=True)
+    )
+    assert halved.rests.keys() == {"0.weight"} | ({"1.weight", "3.weight"} if make is AdamW else set())
+    for step in range(6):
+        for model, optimizer in zip(models, (whole, halved), strict=True):
+            backward_large(model, step)
+            if step == 2:
+                model[3].weight.grad = optimizer.masters["3.weight"].grad = None  # it has no gradient in this step
+            assert optimizer.step(1e-2 / (step + 1)) > 0.05
+    for name, master in whole.values.items():
+        torch.testing.assert_close(halved.values[name], master, rtol=1e-4, atol=2e-6, msg=name)
+        assert torch.equal(halved.parameters[name], halved.values[name].bfloat16())
+        if name in halved.rests:
+            assert halved.masters[name].isnan().all() and halved.masters[name].untyped_storage().nbytes() == 4
+    ours, theirs = halved.state(), whole.state()
+    assert {n: v.shape for n, v in ours.items()} == {n: v.shape for n, v in theirs.items()}
+    for state, halves in ((ours, False), (theirs, True)):
+        other = make(model := large_model(), torch.bfloat16, in_halves=halves)
+        other.load_state(state)
+        assert all(torch.equal(value, state[name]) for name, value in other.state().items())
+        backward_large(model, 0)
+        other.step(1e-3)
 
 
 def test_a_state_without_its_averages_is_damaged():

@@ -15,6 +15,7 @@ from posttrain import runner
 from posttrain.base.errors import ModelError, RunError
 from posttrain.config import ModelConfig, load
 from posttrain.models.load import load_model
+from posttrain.optim import adamw
 from posttrain.planning import estimate
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.training import job
@@ -84,6 +85,31 @@ def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, power_cut
     assert state["state"] == "failed" and "power cut" in state["reason"]
     assert start(tmp_path / "broken", sections, resume=True) == 0
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+
+
+def test_with_masters_in_halves_as_on_a_gpu(tmp_path, shared, scratch_model, power_cut, monkeypatch):
+    """Of a whole model in bfloat16, with averages and a reference that follows it; also continued without halves."""
+    pytest.importorskip("triton", reason="the kernel needs Triton: pip install -e .[gpu-dev]")
+    monkeypatch.setattr(adamw, "LARGE", 1)
+    sections = settings(shared, scratch_model, "tr-dpo", ema_decay=0.9, max_steps=6)
+    sections["model"]["dtype"] = "bfloat16"
+    start(tmp_path / "plain", sections)
+    for triton in (True, False):
+        monkeypatch.setattr(job, "takes_triton", lambda *given: True)
+        folder = tmp_path / ("halves" if triton else "mixed")
+        with power_cut(step=5):
+            start(folder, sections)
+        monkeypatch.setattr(job, "takes_triton", lambda *given, triton=triton: triton)
+        start(folder, sections, resume=True)
+    monkeypatch.setattr(job, "takes_triton", lambda *given: True)
+    start(tmp_path / "whole", sections)
+    assert_same_run(tmp_path / "whole/run", tmp_path / "halves/run")
+    names = ("plain", "whole", "mixed")
+    plain, whole, mixed = (load_file(tmp_path / name / "run/checkpoint-6/optimizer.safetensors") for name in names)
+    assert plain.keys() == whole.keys() == mixed.keys()
+    for name in (name for name in plain if name.endswith(("|master", "|ema"))):
+        for other in (whole, mixed):
+            assert float((other[name] - plain[name]).norm() / plain[name].norm()) < 1e-2, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,13 +4,17 @@ bfloat16 weights do not change at a learning rate of 1e-6: the update is below t
 computes in bfloat16, each trained tensor has a float32 master here, gradients are summed in float32, and the model's
 weights are the rounded masters. In float32 the masters are the model's weights themselves.
 
+On a GPU, a large bfloat16 weight and its master are kept in halves: the weight, which is the master rounded (ties away
+from 0), and the difference of their bits, which fits into 16 bits. Both take 4 bytes instead of 6, and the master is
+exact. One kernel updates all of them.
+
 In float16 gradients below 6e-8 would be 0. So the loss is multiplied by a scale before the backward pass, and summed
 gradients are divided by it. torch's GradScaler halves the scale when a gradient overflows, and doubles it after 2,000
 updates without overflow (Micikevicius et al., arXiv 1710.03740, section 3.2).
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +24,39 @@ from posttrain.models.graphs import PackGraphs
 from posttrain.parallel.ranks import ALONE, Ranks
 
 LOSS_SCALE = "loss scale"  # in place of a parameter's name in the optimizer's state
+LARGE = 1 << 20  # elements of the smallest tensor whose master is kept in halves
+MULTIPLE = 16  # of which the kernel needs sizes
+
+
+def halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rounded weight, bfloat16, and the rest of the bits, int16."""
+    bits = master.contiguous().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def is_large(parameter: Tensor) -> bool:
+    return parameter.numel() >= LARGE and parameter.numel() % MULTIPLE == 0
+
+
+class Masters(Mapping[str, Tensor]):
+    """The float32 master of each trained parameter; of those in halves, a copy is made when it is read."""
+
+    def __init__(self, optimizer: "AdamW"):
+        self._optimizer = optimizer
+
+    def __getitem__(self, name: str) -> Tensor:
+        optimizer = self._optimizer
+        if name not in optimizer.rests:
+            return optimizer.masters[name].detach()
+        bits = optimizer.parameters[name].detach().view(torch.int16).int()
+        return bits.bitwise_left_shift_(16).add_(optimizer.rests[name]).view(torch.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._optimizer.masters)
+
+    def __len__(self) -> int:
+        return len(self._optimizer.masters)
 
 
 class AdamW:
@@ -29,7 +66,8 @@ class AdamW:
     of the model's trainable weights; pass the model with float32 weights so that the masters start exact.
     `loraplus_lr_ratio` multiplies the learning rate of LoRA's B matrices and of vectors, as PEFT groups them for LoRA+
     (arXiv 2402.12354). With `ema_decay` d, `averages` has a moving average of each master from its start on, to which
-    every update adds 1 - d of the new master.
+    every update adds 1 - d of the new master. With `in_halves`, large bfloat16 weights are halves of their masters:
+    `masters` then has stand-ins for these, which only hold gradients, and `values` all masters' values.
     """
 
     own_names: Set[str] = frozenset()  # of the parameters that a variant updates itself
@@ -44,16 +82,19 @@ class AdamW:
         max_grad_norm: float = 1.0,
         loraplus_lr_ratio: float = 1.0,
         ema_decay: float | None = None,
+        in_halves: bool = False,
     ):
         self.betas, self.eps, self.weight_decay, self.max_grad_norm = betas, eps, weight_decay, max_grad_norm
         self._ratio = loraplus_lr_ratio
+        self._in_halves = in_halves and compute_dtype == torch.bfloat16
+        self.rests: dict[str, Tensor] = {}  # of masters in halves, the bits that the weights lack
+        self.values = Masters(self)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._adopt(name, p, compute_dtype) for name, p in self.parameters.items()}
         members: dict[tuple[float, float], list[Tensor]] = {(1.0, 0.0): []}
         for name, master in self.masters.items():
-            if name not in self.own_names:
-                decay = weight_decay if master.ndim >= 2 else 0.0
-                members.setdefault((self._rate_factor(name), decay), []).append(master)
+            if name not in self.own_names and name not in self.rests:
+                members.setdefault((self._rate_factor(name), self._decay(name)), []).append(master)
         groups = [{"params": ms, "factor": factor, "weight_decay": decay} for (factor, decay), ms in members.items()]
         # The learning rate is set at each step.
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
@@ -62,7 +103,10 @@ class AdamW:
         self.scaler.scale(torch.zeros((), device=device))  # it makes its state at the first loss
         self.graphs: PackGraphs | None = None
         self._ema_decay = ema_decay
-        self.averages = {name: m.detach().clone() for name, m in self.masters.items()} if ema_decay else {}
+        self.averages = {name: m.clone() for name, m in self.values.items()} if ema_decay else {}
+
+    def _decay(self, name: str) -> float:
+        return self.weight_decay if self.parameters[name].ndim >= 2 else 0.0
 
     def _rate_factor(self, name: str) -> float:
         """Return the factor of a parameter's learning rate. A value head is not part of the PEFT model."""
@@ -76,6 +120,9 @@ class AdamW:
         if compute_dtype == torch.float32:
             return parameter
         master = parameter.detach().float().clone()
+        if self._in_halves and is_large(parameter) and name not in self.own_names:
+            parameter.data, self.rests[name] = halves(master)
+            master = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)  # it takes no memory
         parameter.data = parameter.data.to(compute_dtype)
         parameter.register_post_accumulate_grad_hook(_deliver_to(master))
         return master
@@ -96,12 +143,42 @@ class AdamW:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate * group["factor"]
         self._adamw.step()
+        self._update_halves(learning_rate)
+
+    def _update_halves(self, learning_rate: float) -> None:
+        tensors, numbers, (beta1, beta2) = [], [], self.betas
+        for name, rest in self.rests.items():
+            grad, moments = self.masters[name].grad, self._moments(name)
+            if grad is None:
+                continue
+            if not moments:
+                moments["step"] = torch.zeros(())
+                moments |= {key: torch.zeros_like(grad) for key in ("exp_avg", "exp_avg_sq")}
+            moments["step"] += 1
+            rate, step = learning_rate * self._rate_factor(name), int(moments["step"])
+            weight = self.parameters[name].detach()
+            tensors.append((weight, rest, grad.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]))
+            numbers.append((1 - rate * self._decay(name), rate / (1 - beta1**step), math.sqrt(1 - beta2**step)))
+        if tensors:
+            from posttrain.models.kernels.adamw import adamw  # needs Triton
+
+            adamw(tensors, numbers, beta1, beta2, self.eps)
 
     def _publish(self, names: Sequence[str]) -> None:
         """Copy masters to the model's weights."""
-        names = [name for name in names if self.parameters[name] is not self.masters[name]]
+        names = [n for n in names if self.parameters[n] is not self.masters[n] and n not in self.rests]
         if names:
             torch._foreach_copy_([self.parameters[n] for n in names], [self.masters[n] for n in names])
+
+    def _set(self, name: str, value: Tensor) -> None:
+        """Give a master this value, and set the model's weight from it."""
+        if name in self.rests:
+            weight, rest = halves(value.to(self.rests[name].device))
+            self.parameters[name].copy_(weight)
+            self.rests[name].copy_(rest)
+        else:
+            self.masters[name].copy_(value)
+            self._publish([name])
 
     def _is_kept(self, name: str) -> bool:
         """Whether the state includes the master: only if the model's weight is rounded and does not determine it."""
@@ -132,8 +209,11 @@ class AdamW:
             self._update(learning_rate)
             self._publish([*self.masters])
             if self._ema_decay:
-                averages, masters = list(self.averages.values()), list(self.masters.values())
+                whole = [name for name in self.averages if name not in self.rests]
+                averages, masters = [self.averages[n] for n in whole], [self.masters[n] for n in whole]
                 torch._foreach_lerp_(averages, masters, 1 - self._ema_decay)
+                for name in self.rests:
+                    self.averages[name].lerp_(self.values[name], 1 - self._ema_decay)
         self.forget()
         return value
 
@@ -160,25 +240,24 @@ class AdamW:
     def swap_averages(self) -> None:
         """Exchange masters, and so the model's weights, with their averages."""
         for name, average in self.averages.items():
-            kept = self.masters[name].clone()
-            self.masters[name].copy_(average)
+            kept = self.values[name].clone()
+            self._set(name, average)
             average.copy_(kept)
-        self._publish([*self.averages])
 
     @property
     def updates(self) -> int:
         """The number of updates, including those of a loaded state."""
-        return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
+        return max((int(self._moments(name).get("step", 0)) for name in self.masters), default=0)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the state for resuming, by parameter name: moments, step counts, averages, masters that differ from
-        weights."""
+    def state(self, masters: bool = True) -> dict[str, Tensor]:
+        """Return the state for resuming, by parameter name: moments, step counts, averages, `masters` that differ from
+        weights; those in halves are copied to CPU memory."""
         tensors = {}
         for name, master in self.masters.items():
             for key, value in self._moments(name).items():
                 tensors[f"{name}|{key}"] = value
-            if self._is_kept(name):
-                tensors[f"{name}|master"] = master
+            if masters and self._is_kept(name):
+                tensors[f"{name}|master"] = self.values[name].cpu() if name in self.rests else master
         scaler = {f"{LOSS_SCALE}|{key}": torch.tensor(float(v)) for key, v in self.scaler.state_dict().items()}
         return tensors | scaler | {f"{name}|ema": average for name, average in self.averages.items()}
 
@@ -225,12 +304,11 @@ class AdamW:
             name, key = full.rsplit("|", 1)
             master = self.masters[name]
             if key == "master":
-                master.copy_(value)
-                self._publish([name])
+                self._set(name, value)
             elif key == "ema":
                 self.averages[name].copy_(value)
             else:
-                on_cpu = key == "step" and (not master.is_cuda or name in self.own_names)
+                on_cpu = key == "step" and (not master.is_cuda or name in self.own_names or name in self.rests)
                 self._moments(name)[key] = value.to("cpu" if on_cpu else master.device)
 
     def _moments(self, name: str) -> dict[str, Tensor]:

@@ -23,10 +23,11 @@ from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import How, PackedMask
-from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
+from posttrain.models.projections import fuse
 
 
 def empty_model(
@@ -62,6 +63,8 @@ def activations(
     inner = {kind: 1 + types[1:].index(kind) for kind in types[1 : depth - 1]}  # the first of each type after layer 0
     layers = min(depth, 2 + max(inner.values(), default=1))
     policy = empty_model(config, model, dtype, layers)
+    for parameter in policy.parameters():  # on the meta device PEFT leaves those of adapters in float32
+        parameter.data = parameter.data.to(dtype)
     policy.train(config.method.dropout)
     mask = masks(pack, pack.last_S if config.method.head == "reward" else pack.read_U)
     mask.masks(None, dtype)
@@ -87,6 +90,8 @@ def _simulate(policy: nn.Module, pack: Pack, mask: PackedMask, checkpointing: bo
         base = base_of(policy)
         base.set_attn_implementation(PACKED)
         lean(base)
+        if is_adapted(policy):
+            fuse(policy)
         if checkpointing:
             enable_gradient_checkpointing(policy)
         for module in policy.modules():

@@ -24,6 +24,7 @@ from posttrain.models.load import load_config, takes_triton
 from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.sharding import layers_of
+from posttrain.optim.adamw import is_large
 from posttrain.optim.variants import BLOCK, eight_bit_names, layer_matrices
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning import CARDS
@@ -171,6 +172,11 @@ def _between_steps(
     kind = config.training.optimizer
     offloaded = kind == "adamw_cpu_offload" and device.type == "cuda"
     masters = 4 * trained if width < 4 or offloaded else 0
+    if compute_dtype(model, device) == torch.bfloat16 and takes_triton(model, device) and not offloaded:
+        own = _own_names(empty, kind)
+        masters -= sum(
+            2 * p.numel() for n, p in empty.named_parameters() if p.requires_grad and n not in own and is_large(p)
+        )
     weights = _weights(empty, width, model.load_in_4bit)
     averages = 4 * trained if config.training.ema_decay else 0
     parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + averages + _moments(empty, kind)}
@@ -246,15 +252,17 @@ def _weights(model: nn.Module, width: int, in_4bit: bool) -> int:
     return int(sum(p.numel() * (NF4_BYTES if p in converted else width) for p in model.parameters()))
 
 
+def _own_names(model: nn.Module, kind: str) -> set[str]:
+    """Return the names of the trained parameters that are not updated by AdamW with float32 moments."""
+    return {"muon": layer_matrices, "adamw_8bit": eight_bit_names}.get(kind, lambda _: set())(model)
+
+
 def _moments(model: nn.Module, kind: str) -> int:
     """Bytes of AdamW's two moments. Each takes 4 per weight; in 8 bits, 1 per weight and a float32 scale per block.
     Muon has one moment for the matrices of layers."""
-    if kind == "muon":
-        matrices = layer_matrices(model)
-        return sum(p.numel() * (4 if n in matrices else 8) for n, p in model.named_parameters() if p.requires_grad)
-    small = eight_bit_names(model) if kind == "adamw_8bit" else set()
-    sizes = [(p.numel(), name in small) for name, p in model.named_parameters() if p.requires_grad]
-    return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
+    own, sizes = _own_names(model, kind), {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    of_own = {"muon": lambda n: 4 * n, "adamw_8bit": lambda n: 2 * (n + 4 * -(-n // BLOCK))}.get(kind)
+    return sum(of_own(n) if of_own and name in own else 8 * n for name, n in sizes.items())
 
 
 def _logits(settings: ModelConfig, model: nn.Module, pack: Pack, width: int, device: torch.device) -> int:

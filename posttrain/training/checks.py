@@ -194,7 +194,7 @@ class MovedWeights:
     def __init__(self, policy: nn.Module, optimizer: AdamW):
         at_rest(policy)
         self.frozen = {name: own_part(p) for name, p in policy.named_parameters() if not p.requires_grad}
-        self.trained = optimizer.masters
+        self.trained = optimizer.values
         self.before = fingerprints(self.frozen), fingerprints(self.trained)
 
     def check(self, learning_rate: float, grad_norm: float, record: Record = ignore) -> None:

@@ -32,7 +32,7 @@ from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import LEARNED_POSITIONS, base_of, check_positions, positions_of, set_eos_token_ids
 from posttrain.models.graphs import PackGraphs, without_graphs
 from posttrain.models.lean import enable_gradient_checkpointing, is_stochastic
-from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
+from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, takes_triton, to_dtype
 from posttrain.models.lora import add_lora, continues, load_lora, set_start
 from posttrain.models.projections import fuse, place
 from posttrain.models.quantised import refuse_training
@@ -262,6 +262,7 @@ class Job:
             "max_grad_norm": training.max_grad_norm,
             "loraplus_lr_ratio": training.loraplus_lr_ratio,
             "ema_decay": training.ema_decay,
+            "in_halves": takes_triton(self.model, self.device) and not self.ranks.in_step,
         }
         kind = {"adamw_8bit": AdamW8bit, "muon": Muon}.get(training.optimizer, AdamW)
         if self.ranks.in_step:

@@ -174,7 +174,7 @@ class Loop:
         state.num_tokens += tokens
         state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
         if self.saver.follower is not None:
-            self.saver.follower.sync(self.optimizer.masters, state.updates - len(made), state.updates)
+            self.saver.follower.sync(self.optimizer.values, state.updates - len(made), state.updates)
         self.saver.boundary.mark(state)
         if self._is_logged(step):
             metrics = self._log()

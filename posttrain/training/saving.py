@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,9 +147,9 @@ class Boundary:
         """Copy weights and moments before a step of several updates, if CPU memory is large enough."""
         if not self._fits_in_memory:
             return
-        tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
+        masters = ((f"{name}|master", master) for name, master in self._optimizer.values.items())
         self._copied_at = None
-        for name, tensor in tensors.items():
+        for name, tensor in chain(self._optimizer.state(masters=False).items(), masters):
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._copies[name].copy_(tensor, non_blocking=True)
@@ -200,7 +201,7 @@ class Saver:
         """
         if self.rollouts is not None:
             self.rollouts.flush()
-        check_same_weights(self._job.ranks, self._optimizer.masters, state.step)
+        check_same_weights(self._job.ranks, self._optimizer.values, state.step)
         self._write(state, rng_state(self._job.device))
 
     def save_finished(self) -> None:
@@ -238,7 +239,7 @@ class Saver:
 
     def _write(self, state: State, rng: Generators) -> None:
         started, ranks = time.perf_counter(), self._job.ranks
-        self._savers.together(lambda: check_finite(self._optimizer.masters, state.step, self._job.record))
+        self._savers.together(lambda: check_finite(self._optimizer.values, state.step, self._job.record))
         generators, rng_facts = rng
 
         def write(folder: Path) -> None:
