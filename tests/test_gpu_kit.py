@@ -71,6 +71,7 @@ def outcomes(written: dict) -> dict[str, str]:
 NEED_CUDA = {
     "Flex = dense, backward, heads of 64",
     "graphs on = graphs off",
+    "masters in halves = whole masters",
     "run with offloaded AdamW, pinned copies",
     *(f"Triton = PyTorch, {family}, {dtype}" for family in right.KERNELS_OF for dtype in right.DTYPES),
 }

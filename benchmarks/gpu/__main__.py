@@ -31,7 +31,10 @@ PARTS = {"right": right.cases, "train": train.cases, "generate": generate.cases,
 PARTS |= {"soak": soak.cases, "tune": tune.cases}
 # The cases of `--short` and the minutes of each part; the rest of the twelve is for loading and for models to be made.
 SHORT = {
-    "right": (re.compile("^replay = eager|^(packed = one by one|Triton = PyTorch), (qwen3|llama),|^resumed"), 4.0),
+    "right": (
+        re.compile("^replay = eager|^(packed = one by one|Triton = PyTorch), (qwen3|llama),|^masters|^resumed"),
+        4.0,
+    ),
     "train": (
         re.compile("^(sft|dpo|grpo) 0.6B (2k|8k)$|^grpo-lora 4B 8k$|^grpo-lora 4B 2k$|^(sft|dpo) .*beside TRL, padded"),
         6.0,

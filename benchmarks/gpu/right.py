@@ -32,7 +32,9 @@ from posttrain.models.families import FAMILIES, use_triton
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
 from posttrain.models.nodes import Paths
+from posttrain.models.projections import place
 from posttrain.models.sharding import own_part, shard
+from posttrain.optim.adamw import AdamW, halves
 from posttrain.scoring import Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,6 +70,7 @@ def cases(setup: Setup) -> Iterator[Case]:
         for dtype in DTYPES:
             name = f"Triton = PyTorch, {family}, {dtype}"
             yield Case(name, partial(kernels_change_nothing, setup, family, dtype), ("CUDA",))
+    yield Case("masters in halves = whole masters", partial(halves_are_whole, setup), ("CUDA",))
     yield Case("engine = scorer, float32", partial(engine_is_scorer, setup))
     yield Case("engine = scorer, 0.6B, bfloat16", partial(engine_and_trainer, setup), (), (RMS_GOAL,))
     yield Case("graphs on = graphs off", partial(graphs_change_nothing, setup), ("CUDA",))
@@ -148,6 +151,7 @@ def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, f
         model.set_attn_implementation("packed")
         lean(model, chains)
         if chains is not TORCH:
+            place(model, bases=True)
             use_triton(model)
         found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
         groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), SAMPLED)
@@ -156,6 +160,27 @@ def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, f
     if dtype == "float32" and sampled[0] != sampled[1]:
         raise CheckError("other tokens are sampled")
     return {"error": errors[0], "gradient_error": errors[1]}
+
+
+def halves_are_whole(setup: Setup) -> dict[str, float]:
+    """Compare ten updates of masters in halves, by posttrain's kernel, with those of whole masters by torch's AdamW."""
+    made, start = [], torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    for in_halves in (False, True):
+        layer = torch.nn.Linear(1024, 1024, bias=False)
+        layer.weight.data = start.clone()
+        optimizer = AdamW(layer.to(setup.device), torch.bfloat16, weight_decay=0.1, in_halves=in_halves)
+        for step in range(10):
+            grad = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(step))
+            optimizer.masters["weight"].grad = grad.to(setup.device)
+            optimizer.step(1e-3)
+        made.append((optimizer.values["weight"], layer.weight.detach()))
+    (whole, _), (halved, weight) = made
+    error = rms(halved - whole) / rms(whole)
+    if not error <= 1e-6:
+        raise CheckError(f"masters differ by {error:.1e} (RMS)")
+    if not torch.equal(weight, halves(halved)[0]):
+        raise CheckError("weights are not the rounded masters")
+    return {"error": error}
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
