@@ -11,8 +11,6 @@ known ones, and `Codec` proves on others that `parse` reads them back. A reply i
 spaces, number formats and escapes that a rendering would change stay as they were sampled.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +99,7 @@ class Codec:
         # Whether thinking is omitted: by whether it is empty, and the roles of the messages that follow a reply.
         self._forgets: dict[tuple[bool | str, ...], bool] = {}
 
-    def varied(self, variables: Mapping[str, Any]) -> Codec:
+    def varied(self, variables: Mapping[str, Any]) -> "Codec":
         """A codec of the same template and tools with these variables too. Raises DataError as the class does."""
         return Codec(self.tokenizer, self.tools or (), {**(self._variables or {}), **variables}, self._date)
 

@@ -1,7 +1,5 @@
 """Loads a data set from its sources: reads and checks rows, tokenises them into the cache and applies the limits."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -148,7 +146,7 @@ class Reader:
         settings |= {"behavior_version": 2} if self.behavior_version > 1 else {}  # since 2, the tokens are the same
         return settings | ({} if self.date is None else {"date": self.date})
 
-    def with_data(self, data: DataConfig) -> Reader:
+    def with_data(self, data: DataConfig) -> Self:
         """A reader for a set with different settings, which omits the completions of prompts. If the template differs,
         it is set on a copy of the tokenizer."""
         kind = replace(self.kind, with_completions=False, logprobs=None)

@@ -1,7 +1,5 @@
 """Counts of a data set's rows (read, used, malformed, above the limits) and their lengths."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -49,7 +47,7 @@ class Lengths:
     total: int = 0
 
     @classmethod
-    def of(cls, lengths: np.ndarray) -> Lengths:
+    def of(cls, lengths: np.ndarray) -> "Lengths":
         """The statistics of an array of lengths; percentiles are lengths that occur in it."""
         if not len(lengths):
             return cls()

@@ -1,7 +1,5 @@
 """Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -55,7 +53,7 @@ class Limits:
     overlong: str
     note: str = ""
 
-    def shortened(self, max_prompt_length: int | None) -> Limits:
+    def shortened(self, max_prompt_length: int | None) -> "Limits":
         """The limits with prompts of at most `max_prompt_length` tokens."""
         known = [limit for limit in (max_prompt_length, self.max_prompt_length) if limit is not None]
         return replace(self, max_prompt_length=min(known, default=None))
@@ -241,7 +239,7 @@ class Dataset:
         tie = self._table.numbers.get("tie")
         return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
-    def without_ties(self) -> Dataset:
+    def without_ties(self) -> "Dataset":
         less = copy(self)
         less.view, less.lengths = self.view[~self.ties], self.lengths[~self.ties]
         return less

@@ -3,8 +3,6 @@
 Some episodes of a start branch from others (Tree-GRPO, arXiv 2509.21240): which do, and when they begin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass

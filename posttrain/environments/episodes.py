@@ -11,8 +11,6 @@ With `Forest`, some episodes of a start branch from others: they share the turns
 and go on with other replies (Tree-GRPO, arXiv 2509.21240). A branch's environment repeats the shared calls.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What an episode was: its turns, tokens and rewards, in memory and as the rollout store has it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +31,7 @@ class Part:
     # the prompt is omitted too.
     keep: int | None = None
 
-    def moved(self, by: int) -> Part:
+    def moved(self, by: int) -> Self:
         """This turn behind `by` further tokens."""
         keep = None if self.keep is None else self.keep + by
         return replace(self, start=self.start + by, stop=self.stop + by, keep=keep)

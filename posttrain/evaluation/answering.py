@@ -1,7 +1,5 @@
 """Answers to the items of a suite: completions of an engine, the likeliest choice, or recorded completions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,12 +47,12 @@ class Reply:
     @classmethod
     def of(
         cls, done: Completion, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]
-    ) -> Reply:
+    ) -> "Reply":
         text = text_of(done, stops, tokenizer, prompt)
         return cls(text, len(done.tokens), done.finish_reason, done.seconds)
 
     @classmethod
-    def failed(cls, reason: str, seconds: float = 0.0) -> Reply:
+    def failed(cls, reason: str, seconds: float = 0.0) -> "Reply":
         return cls("", seconds=seconds, grade=Grade("ungraded", reason=reason))
 
 

@@ -4,8 +4,6 @@ lm-eval makes the prompts and grades the answers. It is an optional package; wit
 ConfigError.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from importlib import import_module

@@ -3,8 +3,6 @@
 A context is computed once for all its continuations, and a prompt once for all its completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property

@@ -3,8 +3,6 @@
 Verdicts come from the suite's rule in supervised workers, or from a user's function.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import time

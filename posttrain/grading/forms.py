@@ -4,8 +4,6 @@ Lists and sets with their members, unknowns with their values, cells of matrices
 numbers in other bases; dates, times of day and telephone numbers, so that none is read as a difference or a quotient.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -215,7 +213,7 @@ class Occasion:
     value: tuple
     half_known: bool = True  # whether a time has a.m. or p.m.
 
-    def same(self, other: Occasion) -> bool:
+    def same(self, other: "Occasion") -> bool:
         """Whether both mean the same; a time without a.m. or p.m. may be either of the two."""
         if self.half_known == other.half_known or self.kind != "time" or other.kind != "time":
             return (self.kind, self.value) == (other.kind, other.value)

@@ -6,8 +6,6 @@ and exit status; when our end closes, the template kills the worker. Thus a reus
 workers end with this program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -48,7 +46,7 @@ UNKNOWN_STATUS = -9  # of a worker whose template was killed, which also kills t
 class Forked:
     """A worker forked from a template, with the part of `Popen`'s interface that is needed."""
 
-    def __init__(self, template: Template, jobs: BinaryIO, replies: BinaryIO, link: socket.socket):
+    def __init__(self, template: "Template", jobs: BinaryIO, replies: BinaryIO, link: socket.socket):
         self._template: Template | None = template  # the template lives as long as one of its workers
         self.stdin, self.stdout = jobs, replies
         self._link = link

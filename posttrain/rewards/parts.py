@@ -1,7 +1,5 @@
 """What a completion is rewarded for: the input of rewards, the parts, their total, and the metrics of several."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +10,19 @@ from posttrain.grading.verdict import NON_VERDICTS, VERDICTS, Grade
 from posttrain.judges.judge import COSTS, Judged
 
 CLASSES = ("00", "01", "10", "11")  # first digit: format right; second digit: answer right
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended: the class of its environment, that one's grade, and what reward functions receive.
+
+    The grade is `scored`, with the environment's reward; `not_applicable` without one; `timeout` or `crashed` if the
+    environment failed, and then the completion is dropped."""
+
+    title: str
+    grade: Grade
+    environment: Any = None  # its attributes
+    trajectory: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +40,6 @@ class RewardInput:
     truncated: bool = False
     thinking: bool = False
     episode: Outcome | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an episode ended: the class of its environment, that one's grade, and what reward functions receive.
-
-    The grade is `scored`, with the environment's reward; `not_applicable` without one; `timeout` or `crashed` if the
-    environment failed, and then the completion is dropped."""
-
-    title: str
-    grade: Grade
-    environment: Any = None  # its attributes
-    trajectory: Any = None
 
 
 @dataclass(frozen=True, slots=True)
