@@ -20,16 +20,7 @@ from posttrain.evaluation.suite import suite_names
 from posttrain.inspection.overlap import NEAR, SHINGLE, Questions, contamination, near_groups, questions_of
 from posttrain.inspection.preferences import auc, label_noise, length_bias
 from posttrain.inspection.quality import check_quality
-from posttrain.inspection.texts import (
-    MOST_WORDS,
-    Texts,
-    jaccard,
-    ngrams,
-    ngrams_of_each,
-    read_corpus,
-    shingles,
-    words_of,
-)
+from posttrain.inspection.texts import Texts, jaccard, ngrams, ngrams_of_each, read_corpus, shingles, words_of
 from posttrain.training.job import data_of
 
 WORDS = [f"w{number}" for number in range(500)]
@@ -159,7 +150,9 @@ def test_rows_beyond_the_limit_of_words_are_told(model, tmp_path, monkeypatch):
 
     tokenizer = byte_tokenizer()
     prepared = data_of(config, config.models[0], tokenizer)
-    whole, part = (read_corpus(rows_of_run(config, tokenizer), prepared, most) for most in (MOST_WORDS, 300))
+    whole = read_corpus(rows_of_run(config, tokenizer), prepared)
+    monkeypatch.setattr("posttrain.inspection.texts.MOST_WORDS", 300)
+    part = read_corpus(rows_of_run(config, tokenizer), prepared)
     assert (len(whole.rows), whole.cut, len(part.rows), part.cut) == (25, (), 10, ("train",)), (
         "each source has its own limit"
     )

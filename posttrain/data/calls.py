@@ -288,10 +288,7 @@ def _between(text: str, values: Sequence[tuple[Any, int, int]]) -> list[str]:
 
 
 def _json_grammar(one: str, two: str, end: str) -> tuple[Grammar, str] | None:
-    def is_call(value: Any) -> bool:
-        return FIRST in json.dumps(value)
-
-    found, twice = _values(one, is_call), _values(two, is_call)
+    found, twice = (_values(text, lambda value: FIRST in json.dumps(value)) for text in (one, two))
     if len(found) != 1:
         return None
     call = found[0][0]
@@ -306,10 +303,8 @@ def _json_grammar(one: str, two: str, end: str) -> tuple[Grammar, str] | None:
 
 
 def _named_json_grammar(one: str, two: str, end: str) -> tuple[Grammar, str] | None:
-    def is_arguments(value: Any) -> bool:
-        return value in [arguments for _, arguments in TWO]
-
-    found, twice = _values(one, is_arguments), _values(two, is_arguments)
+    known = [arguments for _, arguments in TWO]
+    found, twice = (_values(text, lambda value: value in known) for text in (one, two))
     if len(found) != 1 or FIRST not in (before := _between(one, found)[0]):
         return None
     middle = before.rpartition(FIRST)[2]

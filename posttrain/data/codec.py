@@ -128,9 +128,12 @@ class Codec:
         if not whole.startswith(before):  # the last turn may end otherwise
             end, same = "", same - len(end)
         if not whole.startswith(before[:same]):
+            one, other = self._ids(before), self._ids(whole)
+            at = common_prefix(one, other)
+            shown = (str(self.tokenizer.decode(ids[max(0, at - SHOWN) : at + SHOWN])) for ids in (one, other))
             raise RewrittenTurn(
                 "the chat template writes a reply otherwise once messages follow it, so no tokens can be appended: "
-                f"{self._differing(before, whole)}; choose another template with data.template"
+                f"{' becomes '.join(map(repr, shown))}; choose another template with data.template"
             )
         if after is not None and after.thinks and self._forgotten(reply, answered, after.reasoning is None):
             raise RewrittenTurn(
@@ -139,7 +142,9 @@ class Codec:
                 "with data.template, or set rewritten_turns: fork or keep"
             )
         added = self._ids(end + whole[same:])
-        return added[_overlap(ids, added) :]
+        most = min(len(ids), len(added))
+        overlap = next((n for n in range(most, 0, -1) if list(ids[len(ids) - n :]) == added[:n]), 0)
+        return added[overlap:]
 
     def _forgotten(self, reply: Message, messages: Sequence[Message], empty: bool) -> bool:
         """Whether the template leaves out the thinking of a reply that these messages follow, be it given apart or in
@@ -162,7 +167,10 @@ class Codec:
 
     def parse(self, ids: Sequence[int]) -> Reply:
         """A sampled reply in parts. What is not a complete tool call stays in the content."""
-        text = self._decoded(ids)
+        text = str(self.tokenizer.decode(list(ids)))
+        ends = (end.strip() for end in (self._call_end, self._end, str(self.tokenizer.eos_token or "")))
+        if turn_end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
+            text = text.rstrip().removesuffix(turn_end)
         begin, end = self._think
         if begin and self._opened.rstrip().endswith(begin):
             text = begin + text
@@ -236,25 +244,9 @@ class Codec:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        """The text of a reply without its end of turn."""
-        text = str(self.tokenizer.decode(list(ids)))
-        for end in (self._call_end, self._end, str(self.tokenizer.eos_token or "")):
-            token = end.strip()
-            if token and text.rstrip().endswith(token):
-                return text.rstrip().removesuffix(token)
-        return text
-
     def _plain(self, text: str) -> str:
         """The text without special tokens and without spaces around it."""
         return self._special.sub("", text).strip()
-
-    def _differing(self, left: str, right: str) -> str:
-        """The tokens around the first difference of two texts."""
-        one, other = self._ids(left), self._ids(right)
-        at = common_prefix(one, other)
-        shown = (str(self.tokenizer.decode(ids[max(0, at - SHOWN) : at + SHOWN])) for ids in (one, other))
-        return " becomes ".join(map(repr, shown))
 
 
 def _reply(content: str = REPLY, **more: Any) -> Message:
@@ -271,12 +263,6 @@ def _text(rendered: Rendered, what: str) -> str:
     if rendered.error:
         raise DataError(f"the chat template refuses {what}: {rendered.error.removeprefix(FAILS)}")
     return rendered.text
-
-
-def _overlap(ids: Sequence[int], added: Sequence[int]) -> int:
-    """How many of the first tokens of `added` `ids` end with."""
-    most = min(len(ids), len(added))
-    return next((n for n in range(most, 0, -1) if list(ids[len(ids) - n :]) == list(added[:n])), 0)
 
 
 def _thinking(opened: str, thought: Rendered) -> tuple[str, str]:

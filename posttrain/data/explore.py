@@ -66,7 +66,13 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: S
         for line in report.lines():
             console.print(Text(visible(line)), soft_wrap=False)
         console.print()
-    console.print(_sizes(shown["sets"]))
+    table = Table(title="examples (a pair's prompt counted once)", title_justify="left", title_style="bold")
+    for name in ("set", "rows", "tokens", "mean", "P50", "P90", "P99", "max"):
+        table.add_column(name, justify="left" if name == "set" else "right")
+    for name, sizes in shown["sets"].items():
+        values = (sizes[key] for key in ("examples", "total", "mean", "p50", "p90", "p99", "max"))
+        table.add_row(name, *(f"{value:,.0f}" for value in values))
+    console.print(table)
     if selection.row is not None and selection.count and not shown["rows"]:
         console.print(f"{selection.of} has no example of row {selection.row}: it was dropped, or is in another set")
     if shown["rows"]:
@@ -86,19 +92,8 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: S
             console.print(Text("a tie", style="bold"))
 
 
-def _sizes(sets: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A table with one line per set: examples, physical tokens, and the lengths of examples."""
-    table = Table(title="examples (a pair's prompt counted once)", title_justify="left", title_style="bold")
-    for name in ("set", "rows", "tokens", "mean", "P50", "P90", "P99", "max"):
-        table.add_column(name, justify="left" if name == "set" else "right")
-    for name, sizes in sets.items():
-        values = (sizes[key] for key in ("examples", "total", "mean", "p50", "p90", "p99", "max"))
-        table.add_row(name, *(f"{value:,.0f}" for value in values))
-    return table
-
-
 def tokens_text(part: Mapping[str, Any], marks: Marks = UNICODE) -> Text:
-    """The tokens of a part as text, with marks around trained tokens."""
+    """The tokens of a part as text, with marks around trained tokens, and control characters as symbols or escapes."""
     text, inside, number = Text(), False, 0
     for piece in part["pieces"]:
         if piece is None:
@@ -109,16 +104,11 @@ def tokens_text(part: Mapping[str, Any], marks: Marks = UNICODE) -> Text:
         if trained != inside:
             inside = trained
             text.append(marks.opening if inside else marks.closing)
-        text.append(_visible(written, marks), style=(SHADES if inside else PLAIN)[number % 2])
+        shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else escaped(c) for c in written)
+        text.append(shown.replace("\n", f"{marks.line}\n"), style=(SHADES if inside else PLAIN)[number % 2])
         number += 1
     text.append(marks.closing if inside else "")
     return text
-
-
-def _visible(text: str, marks: Marks) -> str:
-    """The text with symbols for line breaks and tabs, and with control characters as escapes."""
-    shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else escaped(c) for c in text)
-    return shown.replace("\n", f"{marks.line}\n")
 
 
 def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection) -> dict[str, Any]:

@@ -43,8 +43,13 @@ def preference(fields: Fields, template: Template) -> Row:
     prompt = fields.get("prompt")
     whole = not isinstance(chosen, str) and chosen[0]["role"] != "assistant"
     (margin, tie), tools = _margin_and_tie(fields), tools_of(fields.get("tools"))
-    if prompt is None and not whole:
-        _refuse_implicit(fields, template, chosen)
+    if prompt is None and not whole and "prompt" in fields:
+        raise RowError("the pair has no prompt (null or missing), but other rows have one")
+    if prompt is None and template.turns and isinstance(chosen, str):
+        raise DataError(
+            "the pair has no prompt, only strings with a common prefix, which a chat template cannot split into turns: "
+            "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
+        )
     if prompt is None or whole:
         prompt, chosen, rejected = _common_prefix(chosen, rejected)
     else:
@@ -108,7 +113,14 @@ def alpaca(fields: Fields, template: Template) -> Row:
     instruction = text_of(field(fields, "instruction"), "instruction")
     context, output = optional_text(fields, "input"), text_of(field(fields, "output"), "output")
     content = f"{instruction}\n{context}" if context else instruction
-    history = _history(fields.get("history"))
+    pairs = [] if fields.get("history") is None else fields["history"]
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RowError("history must be a list of pairs [instruction, reply]")
+    history = [
+        {"role": role, "content": text_of(said, f"history[{index}]")}
+        for index, pair in enumerate(pairs)
+        for role, said in zip(("user", "assistant"), pair, strict=True)
+    ]
     if not template.turns:
         if history:
             raise RowError("history is a conversation, which data.template: none cannot write: choose another template")
@@ -206,29 +218,6 @@ def _prefilled(prompt: str | Turns) -> str | Turns:
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant" or prompt[-1].get("tool_calls"):
         return prompt
     return [*prompt[:-1], {**prompt[-1], PREFILL: True}]
-
-
-def _history(value: object) -> Turns:
-    """Messages from pairs of instruction and reply."""
-    pairs = [] if value is None else value
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise RowError("history must be a list of pairs [instruction, reply]")
-    return [
-        {"role": role, "content": text_of(said, f"history[{index}]")}
-        for index, pair in enumerate(pairs)
-        for role, said in zip(("user", "assistant"), pair, strict=True)
-    ]
-
-
-def _refuse_implicit(fields: Fields, template: Template, chosen: str | Turns) -> None:
-    """Raise RowError for a pair without a prompt if other rows have one, or DataError if it cannot be inferred."""
-    if "prompt" in fields:
-        raise RowError("the pair has no prompt (null or missing), but other rows have one")
-    if template.turns and isinstance(chosen, str):
-        raise DataError(
-            "the pair has no prompt, only strings with a common prefix, which a chat template cannot split into turns: "
-            "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
-        )
 
 
 def _listed(value: object) -> list[Any]:

@@ -204,7 +204,12 @@ def prepare(
     most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
     shorter = evaluated if limits.max_prompt_length != trained_limits.max_prompt_length else None
     limits = limits.shortened(most)
-    held = _held_out(data, whole, options, reader.folder)
+    if options.held_out is not None and data.holds_out:
+        held = HeldOut(options.held_out)
+    elif options.behavior_version >= 2:
+        held = held_out_rows(data, seed, reader.folder)
+    else:
+        held = _permuted(data, whole, seed)
     numbers = whole.table.row[whole.fitted.view[:, 0]]
     train = whole.examples(_mixed(~np.isin(numbers, held.every), whole, data.mixing, seed))
     kind.refuse_training(whole.table, train.view, data)
@@ -230,14 +235,6 @@ def prepare(
         for part, content in zip(each.parts, each.contents, strict=True)
     }
     return Prepared(kind.name, train, validation, reports, _fingerprint(loaded, train, validation), contents)
-
-
-def _held_out(data: DataConfig, whole: Loaded, options: Options, folder: Path) -> HeldOut:
-    if options.held_out is not None and data.holds_out:
-        return HeldOut(options.held_out)
-    if options.behavior_version >= 2:
-        return held_out_rows(data, options.seed, folder)
-    return _permuted(data, whole, options.seed)
 
 
 def _validating(

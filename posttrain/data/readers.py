@@ -44,8 +44,13 @@ def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
     row = 0
     for path in files:
         before = row
+        suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+        if suffix not in READERS:
+            raise DataError(
+                f"{path} is not a data file: its name must end in {', '.join(READERS)}, or in one of these and .gz"
+            )
         try:
-            for line, value, problem in reader_of(path)(path):
+            for line, value, problem in READERS[suffix](path):
                 yield Record(row, str(path), line, value, problem)
                 row += 1
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -54,16 +59,6 @@ def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         if row == before:
             raise DataError(f"{path} has no rows: the file is empty")
-
-
-def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
-    """The reader for a file's suffix, ignoring `.gz`. Raises DataError for an unknown suffix."""
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-    if suffix not in READERS:
-        raise DataError(
-            f"{path} is not a data file: its name must end in {', '.join(READERS)}, or in one of these and .gz"
-        )
-    return READERS[suffix]
 
 
 def read_jsonl(path: Path) -> Iterator[Parsed]:

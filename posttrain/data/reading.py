@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -38,7 +39,7 @@ from posttrain.data.rows import (
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
-from posttrain.data.templates import choose_template, date_of, require_chat_template
+from posttrain.data.templates import choose_template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
 
 BATCH = 256  # rows tokenised at a time
@@ -125,7 +126,11 @@ class Reader:
     @cached_property
     def date(self) -> str | None:
         """The date that the chat template writes; None if it writes no date."""
-        return date_of(self.data, self.tokenizer) if self.behavior_version > 1 else self.data.date
+        if self.behavior_version == 1:
+            return self.data.date
+        if self.data.template == "none" or "strftime_now" not in str(self.tokenizer.chat_template):
+            return None
+        return self.data.date or date.today().isoformat()
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -126,13 +125,6 @@ def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if published.tokens and tokenizer.eos_token != published.tokens[-1]:
         tokenizer.add_special_tokens({"eos_token": published.tokens[-1]})
     tokenizer.chat_template = published.jinja
-
-
-def date_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The date that the chat template writes: the date of the settings, or today's; None if it writes no date."""
-    if data.template == "none" or "strftime_now" not in str(tokenizer.chat_template):
-        return None
-    return data.date or date.today().isoformat()
 
 
 def _with_defaults(template: str | dict[str, str], values: Mapping[str, Any]) -> str | dict[str, str]:

@@ -113,9 +113,7 @@ class Corpus:
         return f"{'' if name == 'train' else name + ' '}{self.numbers[index]}"
 
 
-def read_corpus(
-    sources: Iterable[tuple[str, Iterable[tuple[int, Row]]]], prepared: Prepared, most_words: int = MOST_WORDS
-) -> Corpus:
+def read_corpus(sources: Iterable[tuple[str, Iterable[tuple[int, Row]]]], prepared: Prepared) -> Corpus:
     """Read the training and validation rows, split as in `prepared`, without rows that exceed a length limit."""
     names = ("train", *prepared.validation)
     split = "validation" in prepared.validation and "validation" not in prepared.reports  # from the training source
@@ -129,7 +127,7 @@ def read_corpus(
             name = "validation" if source == "train" and number in held else source
             if number not in used[name]:
                 continue
-            if words > most_words:
+            if words > MOST_WORDS:
                 cut.append(source)
                 break
             prompt, replies = strings_of(row)
