@@ -211,7 +211,11 @@ def test_each_episode_has_a_fresh_instance_of_its_own(made):
     for process, number in ((one, 1), (two, 10)):
         process.ask({"reset": {}}, 5)
         process.ask({"call": "add", "arguments": {"number": number}}, 5)
-    assert environments.end(one, "e")[0] == 1 and environments.end(two, "e")[0] == 10 and one.pid != two.pid
+    assert (
+        environments.end(one, "e")[0] == 1
+        and environments.end(two, "e")[0] == 10
+        and one._process.pid != two._process.pid
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_a_hang_and_a_crash_end_only_their_own_episode(made, tool, verdict, reas
     assert good.ask({"call": "add", "arguments": {"number": 1}}, 5)["result"] == "1"
     good.end()
     for _ in range(100):
-        if not os.path.exists(f"/proc/{bad.pid}"):
+        if not os.path.exists(f"/proc/{bad._process.pid}"):
             return
         time.sleep(0.05)
     raise AssertionError("its process is still there")
@@ -322,7 +326,7 @@ def test_tools_alone(made):
 def test_a_stopped_process_ends_a_long_request_at_its_deadline(made):
     """A pipe holds 64 KB, so the request is not yet written when the deadline comes."""
     process = made().start("e")
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process._process.pid, signal.SIGSTOP)
     with pytest.raises(EpisodeError, match=r"no answer within 0\.5 s") as raised:
         process.ask({"reset": {"goal": "x" * 1_000_000}}, 0.5)
     assert raised.value.verdict == "tool_timeout"

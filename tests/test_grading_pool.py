@@ -185,7 +185,7 @@ def test_a_closed_pool_and_impossible_ones():
 
 
 def pids(pool: Pool) -> set[int]:
-    return {worker.pid for worker in pool._alive}
+    return {worker._process.pid for worker in pool._alive}
 
 
 def numbers(pool: Pool) -> set[int]:
@@ -240,7 +240,7 @@ def test_a_worker_that_owes_a_reply_is_in_no_other_pool(idle, monkeypatch):
     with Pool(1, PATIENT, modules=modules) as pool:
         grades = pool.grade(sleeps(0, 0.01, 0.02))
         assert [grade.extracted for grade in grades] == ["0", "0.01", "0.02"]
-        assert busy.pid not in pids(pool) and pids(pool) & all_of_them, "the spare was free"
+        assert busy._process.pid not in pids(pool) and pids(pool) & all_of_them, "the spare was free"
 
 
 def test_an_answer_that_was_not_read_is_nobody_elses(monkeypatch):
@@ -303,7 +303,7 @@ def test_workers_that_may_not_be_as_new_do_not_wait(idle, monkeypatch, use):
 
     monkeypatch.setattr(pool_module, "WorkerProcess", Noted)
     use()
-    assert started and not idle._kept and not any(_runs(worker.pid) for worker in started)
+    assert started and not idle._kept and not any(_runs(worker._process.pid) for worker in started)
 
 
 class Fake:
@@ -364,7 +364,7 @@ def test_no_worker_outlives_its_program(doing):
         "pool = Pool(1, 600, modules=('grading_rules',))\n"
         "pool.grade([GradeRequest('grading_rules:SLEEP', '0')])\n"
         "pool.submit(GradeRequest('grading_rules:" + doing + "', '600'))\n"
-        "print(*(worker.pid for worker in pool._alive), flush=True)\n"
+        "print(*(worker._process.pid for worker in pool._alive), flush=True)\n"
         "sys.stdin.read()\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -403,7 +403,7 @@ def test_no_worker_outlives_a_program_that_ends_in_peace():
     code = (
         "from posttrain.grading.pool import Pool; from posttrain.rewards.rules import modules_of\n"
         "with Pool(1, modules=modules_of(['math'])) as pool:\n"
-        "    print(*(worker.pid for worker in pool._alive), flush=True)\n"
+        "    print(*(worker._process.pid for worker in pool._alive), flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     workers = [int(pid) for pid in done.stdout.split()]

@@ -153,7 +153,11 @@ class Episodes:
         messages = episode.start.conversation()
         try:
             codec = self._codec(episode)
-            _extend(messages, observed := episode.reset())
+            for message in (observed := episode.reset()):
+                if len(observed) == 1 and message["role"] == "user" and messages[-1]["role"] == "user":
+                    messages[-1]["content"] += message["content"]  # as TRL does with a string
+                else:
+                    messages.append(dict(message))
             episode.trajectory.asked = messages if observed else None
             episode.trajectory.prompt = codec.first(messages)
             if len(episode.trajectory.prompt) > self.limits.max_prompt_length:
@@ -194,7 +198,10 @@ class Episodes:
             ended = "env_done" if done else self._last(episode)
             if not messages:
                 return episode.finish(ended or "completed")
-            messages = self._cut(messages, codec)
+            if (most := self.limits.max_tool_result) is not None:
+                for message in messages:
+                    if message["role"] == "tool":
+                        message["content"] = codec.cut(message["content"], most)
             added, keep = self._following(episode, parsed, messages)
             if len(trajectory.tokens) + len(added) < self.limits.max_completion_length:
                 own = None if keep is None else keep - len(trajectory.prompt)
@@ -256,13 +263,6 @@ class Episodes:
         most = self.limits.max_turns
         return "max_turns" if most is not None and episode.trajectory.turns >= most else None
 
-    def _cut(self, messages: Sequence[Message], codec: Codec) -> list[Message]:
-        """The messages with the results of tools within `max_tool_result` tokens."""
-        most = self.limits.max_tool_result
-        if most is None:
-            return list(messages)
-        return [{**m, "content": codec.cut(m["content"], most)} if m["role"] == "tool" else m for m in messages]
-
 
 @contextmanager
 def acting(
@@ -288,12 +288,3 @@ def codecs_of(
 ) -> dict[str | None, Codec]:
     """A codec for the tools of each environment. Raises DataError for a chat template that cannot be used."""
     return {name: Codec(tokenizer, kind.tools, date=date) for name, kind in environments.kinds.items()}
-
-
-def _extend(messages: list[Message], observed: Sequence[Message]) -> None:
-    """Add what `reset` returned: a string to the last user message, as TRL does, and messages behind the others."""
-    for message in observed:
-        if len(observed) == 1 and message["role"] == "user" and messages[-1]["role"] == "user":
-            messages[-1]["content"] += message["content"]
-        else:
-            messages.append(dict(message))

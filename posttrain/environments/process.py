@@ -71,10 +71,6 @@ class EpisodeProcess:
         self._lock = threading.Lock()
         self._is_ended = False
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The reply to a request. Raises EpisodeError after `seconds`, for an error, and if the process has ended."""
         try:

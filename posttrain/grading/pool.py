@@ -240,7 +240,12 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         try:
             for worker in at_work:
                 worker.kill()
-            self._cancel_all()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if item := self._jobs.get_nowait():
+                        item[1].cancel()
+            for _ in self._threads:  # each ends after its current job
+                self._jobs.put(None)
             others = [thread for thread in self._threads if thread is not threading.current_thread()]
             for thread in others:
                 thread.join(timeout=5)
@@ -256,15 +261,6 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                     worker.end()
             self._deadlines.close()
             atexit.unregister(self.close)
-
-    def _cancel_all(self) -> None:
-        """Cancel all queued jobs; each thread ends after its current job."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if item := self._jobs.get_nowait():
-                    item[1].cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
 
     def __exit__(self, error: object, *_: object) -> None:
         self.close(keep=error is None)

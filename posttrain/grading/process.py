@@ -196,10 +196,6 @@ class WorkerProcess:
         self._jobs, self._replies = self._process.stdin, self._process.stdout
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def is_free(self) -> bool:
         """Whether the worker is alive, has no open job and can take another one."""
         return not (self._is_taken or self._is_killed) and self._process.poll() is None

@@ -21,10 +21,11 @@ class BadGold(Exception):
     """The reference answer cannot be used; the message is the reason."""
 
 
-def check_text(gold: str | None, **options: object) -> None:
-    """Raise BadGold if there is no reference answer."""
+def check_text(gold: str | None, **options: object) -> str:
+    """The reference answer. Raises BadGold if there is none."""
     if not isinstance(gold, str) or not gold.strip():
         raise BadGold("there is no answer to compare with")
+    return gold
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
     `check_gold(gold, **options)` may raise BadGold; if it does not, `judge(completion, gold, **options)` is called."""
 
-    check_gold: Callable[..., None]
+    check_gold: Callable[..., object]
     judge: Callable[..., Judgement]
 
 

@@ -73,7 +73,13 @@ class JudgeClient:
         self.settings = settings
         parts = urlsplit(settings.base_url)
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}/chat/completions"
-        self._key = _key(settings)
+        self._key: str | None = None
+        if settings.api_key_env is not None:
+            self._key = os.environ.get(settings.api_key_env, "").strip()
+            if not self._key:
+                raise RewardError(f"the judge's key is missing: set the environment variable {settings.api_key_env}")
+            if not self._key.isascii() or not self._key.isprintable():
+                raise RewardError(f"the value of {settings.api_key_env} has characters that an API key cannot have")
         self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else default_cache() / "judge")
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
         self._random = random.Random()  # separate, so that a run's random numbers do not change
@@ -221,7 +227,10 @@ class JudgeClient:
             value = None
         if answer.status == 200:
             return _completion(value) or Reply(failure="invalid", reason=f"not a chat completion: {self._short(text)}")
-        message = self._short(_message(value) or text)
+        for name in ("error", "message", "detail"):  # where OpenAI's and similar servers have their message
+            if isinstance(value, dict) and name in value:
+                value = value[name]
+        message = self._short(value if isinstance(value, str) and value else text)
         reason = f"HTTP {answer.status}{': ' + message if message else ''}"
         if answer.status in MISTAKES and not self._answered:
             raise RewardError(
@@ -234,17 +243,6 @@ class JudgeClient:
     def _short(self, text: str) -> str:
         """The start of a server's message, without the API key."""
         return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
-
-
-def _key(settings: JudgeSettings) -> str | None:
-    if settings.api_key_env is None:
-        return None
-    key = os.environ.get(settings.api_key_env, "").strip()
-    if not key:
-        raise RewardError(f"the judge's key is missing: set the environment variable {settings.api_key_env}")
-    if not key.isascii() or not key.isprintable():
-        raise RewardError(f"the value of {settings.api_key_env} has characters that an API key cannot have")
-    return key
 
 
 def _completion(value: Any) -> Reply | None:
@@ -261,14 +259,6 @@ def _completion(value: Any) -> Reply | None:
     prompt, completion = (count if isinstance(count, int) and count >= 0 else 0 for count in tokens)
     reason = choice.get("finish_reason")
     return Reply(content or "", str(reason or ""), prompt_tokens=prompt, completion_tokens=completion)
-
-
-def _message(value: Any) -> str:
-    """The message in an error answer with OpenAI's or a similar schema; otherwise empty."""
-    for name in ("error", "message", "detail"):
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-    return value if isinstance(value, str) else ""
 
 
 # --- stored replies ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from posttrain.grading import extract
 from posttrain.grading.equality import LONGEST, is_readable, same_answer
 from posttrain.grading.notation import tidy
 from posttrain.grading.numbers import Number, read_number, same_number
-from posttrain.grading.verdict import BadGold, Judgement, Rule
+from posttrain.grading.verdict import BadGold, Judgement, Rule, check_text
 
 LINE = 400  # number of characters at the end of a line that are searched for a number
 _ONE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*\\overline\{\d+\}|\.\d+)?|(?<!\d)\.\d+"
@@ -103,8 +103,7 @@ def _number_in(text: str) -> tuple[str, Number] | None:
 
 
 def check_answer(gold: str | None) -> None:
-    if not isinstance(gold, str) or not gold.strip():
-        raise BadGold("there is no answer to compare with")
+    gold = check_text(gold)
     if len(_reference(gold)) > LONGEST:
         raise BadGold(f"the answer has {len(gold):,} characters")
     if not is_readable(_reference(gold)):

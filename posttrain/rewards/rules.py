@@ -38,12 +38,21 @@ def options_of(name: str, tags: TagsConfig) -> dict[str, Any]:
 
 def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
     """20 requests for a rule, each with its known verdict."""
-    if name in RULES.keys() - NEEDS_ANSWER:
-        return _format_canary(name, tags)
+    rule, options = RULES[name], options_of(name, tags)
+    if name not in NEEDS_ANSWER:
+        end, opened, closed = tags.reasoning_end, tags.solution_start, tags.solution_end
+        good = [
+            f"{working}{end}{opened}{answer}{closed}"
+            for working in ("", "1 + 1")
+            for answer in ("2", "x", " 7 ", "no", "1/2")
+        ]
+        bad = ["", "2", end, opened, closed, f"{opened}2{closed}", f"{end}{opened}2", f"{end}2{closed}"]
+        bad += [f"{opened}2{closed}" * 2, f"{closed}2{opened}"]
+        texts = [(text, "correct") for text in good] + [(text, "wrong") for text in bad]
+        return [(GradeRequest(rule, text, None, options), want) for text, want in texts]
     groups = ["expressions"] if name in COMPARES_EXPRESSIONS else ["numbers", name]
     pairs = [(*pair, want) for group in groups for want, some in _PAIRS[group].items() for pair in some]
     assert len(pairs) == 20, (name, len(pairs))
-    rule, options = RULES[name], options_of(name, tags)
     return [(GradeRequest(rule, _dressed(name, answer, tags), gold, options), want) for gold, answer, want in pairs]
 
 
@@ -56,19 +65,6 @@ def _dressed(name: str, answer: str, tags: TagsConfig) -> str:
     if name == "r1_zero":
         return f"So it is. </think> <answer> {answer} </answer>"
     return rf"So it is $\boxed{{{answer}}}$."
-
-
-def _format_canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
-    end, opened, closed = tags.reasoning_end, tags.solution_start, tags.solution_end
-    good = [
-        f"{working}{end}{opened}{answer}{closed}"
-        for working in ("", "1 + 1")
-        for answer in ("2", "x", " 7 ", "no", "1/2")
-    ]
-    bad = ["", "2", end, opened, closed, f"{opened}2{closed}", f"{end}{opened}2", f"{end}2{closed}"]
-    bad += [f"{opened}2{closed}" * 2, f"{closed}2{opened}"]
-    pairs = [(text, "correct") for text in good] + [(text, "wrong") for text in bad]
-    return [(GradeRequest(RULES[name], text, None, options_of(name, tags)), want) for text, want in pairs]
 
 
 def prove(pool: Pool, name: str, tags: TagsConfig, rule: str | None = None) -> None:

@@ -96,8 +96,7 @@ def needs_no_gold(gold: str | None, tags: Tags) -> None:
 
 
 def check_number(gold: str | None, tags: Tags) -> None:
-    check_text(gold)
-    if gold is None or read_number(gold) is None:
+    if read_number(check_text(gold)) is None:
         raise BadGold(f"the answer is not a number: {gold!r:.60}")
 
 
