@@ -15,7 +15,7 @@ from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, last_box
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import EvalOptions
-from posttrain.config.schema.suite import CALIBRATED, OF_ENVIRONMENT, SuiteConfig
+from posttrain.config.schema.suite import CALIBRATED, OF_ENVIRONMENT
 from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
@@ -112,7 +112,16 @@ class _Evaluation:
 def _evaluations(items: Items, model: ModelConfig, content: str, options: EvalOptions) -> Iterator[_Evaluation]:
     suite, generates = items.suite, items.suite.kind == "generate"
     for setting in options.swept if generates else [{}]:
-        sampling = _sampling(suite, options, setting)
+        sampling = Sampling(
+            temperature=setting.get("temperature", suite.temperature),
+            top_p=setting.get("top_p", 1.0),
+            top_k=options.top_k,
+            min_p=options.min_p,
+            max_completion_length=options.max_completion_length or suite.max_completion_length,
+            num_generations=options.num_generations or suite.num_generations,
+            stop=suite.stop,
+            seed=options.seed,
+        )
         shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
         del shown["stop_token_ids"]  # they belong to the model
         named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if len(options.swept) > 1 else ""
@@ -215,19 +224,6 @@ class _Loaded(ExitStack):
         if name not in self._prompts:
             self._prompts[name] = ask(items.suite, items.items, tokenizer, policy)
         return self._prompts[name]
-
-
-def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Mapping[str, float]) -> Sampling:
-    return Sampling(
-        temperature=setting.get("temperature", suite.temperature),
-        top_p=setting.get("top_p", 1.0),
-        top_k=options.top_k,
-        min_p=options.min_p,
-        max_completion_length=options.max_completion_length or suite.max_completion_length,
-        num_generations=options.num_generations or suite.num_generations,
-        stop=suite.stop,
-        seed=options.seed,
-    )
 
 
 def _write(

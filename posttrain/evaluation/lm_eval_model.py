@@ -81,7 +81,11 @@ class PosttrainLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         completions: list[str] = [""] * len(requests)
-        for (settings, count), prompts in _alike(requests).items():
+        # prompts, with the indices of their requests, by generation settings (JSON) and number of completions
+        asked = [(json.dumps(settings, sort_keys=True), prompt) for prompt, settings in (one.args for one in requests)]
+        members = by_key((one, index) for index, one in enumerate(asked))
+        alike = by_key(((settings, len(own)), (prompt, own)) for (settings, prompt), own in members.items())
+        for (settings, count), prompts in alike.items():
             known = _strings.normalize_gen_kwargs(json.loads(settings))
             sampling = self.model.sampling(known, count)
             groups = self.model.complete([self.tok_encode(prompt) for prompt, _ in prompts], sampling)
@@ -92,13 +96,6 @@ class PosttrainLM(TemplateLM):
                     request = requests[index]
                     self.generated.setdefault((request.task_name, request.doc_id), []).append(done)
         return completions
-
-
-def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, list[int]]]]:
-    """Group prompts, with the indices of their requests, by generation settings (JSON) and number of completions."""
-    asked = [(json.dumps(settings, sort_keys=True), prompt) for prompt, settings in (one.args for one in requests)]
-    members = by_key((one, index) for index, one in enumerate(asked))
-    return by_key(((settings, len(own)), (prompt, own)) for (settings, prompt), own in members.items())
 
 
 def manager_of(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:

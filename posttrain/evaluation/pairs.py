@@ -71,7 +71,14 @@ class Preferred:
             other, self.sampling["beta"] = load_model(reference, "lm", compute_dtype(reference, device), device), BETA
             check_embeddings(other, tokenizer, reference.path)
         self._margins, self.prompts = margins_by(loaded, other), pair_texts(suite)
-        self._samples, part = _chosen(options, read)
+        if options.num_batches is not None:
+            sampled = np.random.default_rng(options.seed).integers(read, size=options.num_batches * PAIRS)
+            part = f"{options.num_batches} batches of {PAIRS} pairs of {read:,}, with replacement"
+            self._samples = Counter(sampled.tolist())  # how often each row is scored
+        else:
+            most = min(options.max_rows or read, read)
+            part = f"{most:,} of {read:,} items" if most < read else None
+            self._samples = Counter(index * read // most for index in range(most))  # evenly spread rows
         items = (Item(row, str(row), "", self.prompts[row], None, {}, {}) for row in self._samples)
         self.items = Items(suite, tuple(items), read, part, digest)
 
@@ -140,18 +147,6 @@ def pair_texts(suite: SuiteConfig) -> dict[int, str]:
 
 def _columns(suite: SuiteConfig) -> dict[str, str]:
     return {name: columns[0] for name, columns in suite.columns.items()}
-
-
-def _chosen(options: EvalOptions, read: int) -> tuple[Counter[int], str | None]:
-    """How often each row is scored: all rows or evenly spread rows once, or a sample with replacement. Also what part
-    of the rows this is; None: all."""
-    if options.num_batches is not None:
-        sampled = np.random.default_rng(options.seed).integers(read, size=options.num_batches * PAIRS)
-        part = f"{options.num_batches} batches of {PAIRS} pairs of {read:,}, with replacement"
-        return Counter(sampled.tolist()), part
-    most = min(options.max_rows or read, read)
-    rows = Counter(index * read // most for index in range(most))
-    return rows, f"{most:,} of {read:,} items" if most < read else None
 
 
 def _grade(margin: float) -> Grade:

@@ -103,8 +103,7 @@ class Judge(ExitStack):
 
     def _request(self, item: Item, completion: str) -> GradeRequest:
         own = {name: value for name, value in item.options.items() if name in self._takes}
-        options = {**own, **options_of(self._rule, TagsConfig())}
-        return GradeRequest(RULES[self._rule], completion, item.gold, options)
+        return GradeRequest(RULES[self._rule], completion, item.gold, own | options_of(self._rule, TagsConfig()))
 
     def _chosen(self, item: Item, completion: str) -> Grade:
         """Whether the choice is the right one; the item's gold answer is the number of the right choice."""

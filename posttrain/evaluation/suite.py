@@ -31,7 +31,15 @@ def find_suite(name: str) -> SuiteConfig:
     if name.endswith((".yaml", ".yml", ".json")):
         return checked(SuiteConfig, read_settings(path_of(name)).values, "a suite", name)
     if ":" in name:
-        return _from_function(name)
+        try:
+            made = call_function(name)
+        except RewardError as error:
+            raise ConfigError(f"suite {error}") from error
+        if isinstance(made, SuiteConfig):
+            return made
+        if not isinstance(made, Mapping):
+            raise ConfigError(f"the suite {name} returned {type(made).__name__}; it must return a dict of settings")
+        return checked(SuiteConfig, {"name": name.partition(":")[2]} | dict(made), "a suite", name)
     name = ALIASES.get(name, name)
     path = FOLDER / f"{name}.yaml"
     if name not in suite_names():
@@ -39,18 +47,6 @@ def find_suite(name: str) -> SuiteConfig:
         meant = f": did you mean {near[0]}?" if near else f"; there are {', '.join(suite_names())}."
         raise ConfigError(f"there is no suite {name}{meant} A suite of your own is a .yaml file or module:function")
     return checked(SuiteConfig, read_settings(path).values, "a suite", str(path))
-
-
-def _from_function(name: str) -> SuiteConfig:
-    try:
-        made = call_function(name)
-    except RewardError as error:
-        raise ConfigError(f"suite {error}") from error
-    if isinstance(made, SuiteConfig):
-        return made
-    if not isinstance(made, Mapping):
-        raise ConfigError(f"the suite {name} returned {type(made).__name__}; it must return a dict of settings")
-    return checked(SuiteConfig, {"name": name.partition(":")[2]} | dict(made), "a suite", name)
 
 
 def with_settings(suite: SuiteConfig, given: Mapping[str, Any]) -> SuiteConfig:

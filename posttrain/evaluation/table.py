@@ -24,7 +24,10 @@ def show(summaries: Summaries) -> None:
         console.print(line, soft_wrap=True)
     for _, name, suite in _named(summaries):
         if len(suite["groups"]) > FEW_GROUPS and not suite["setting"]:
-            console.print(_groups(name, suite["groups"]))
+            shown = text_table(visible(name), "score", "items", left=[visible(name)])
+            for group, facts in suite["groups"].items():
+                shown.add_row(visible(group), percent(facts["value"]), f"{facts['items']:,}")
+            console.print(shown)
 
 
 def table(summaries: Summaries) -> Table:
@@ -58,13 +61,6 @@ def _named(summaries: Summaries) -> Iterator[tuple[str, str, Mapping[str, Any]]]
     for folder, summary in summaries.items():
         for key, suite in summary["suites"].items():
             yield folder, f"{models[folder]}, {key}" if len(summaries) > 1 else key, suite
-
-
-def _groups(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
-    shown = text_table(visible(name), "score", "items", left=[visible(name)])
-    for group, facts in groups.items():
-        shown.add_row(visible(group), percent(facts["value"]), f"{facts['items']:,}")
-    return shown
 
 
 def notes(summaries: Summaries) -> Iterator[str]:

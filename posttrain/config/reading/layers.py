@@ -48,20 +48,15 @@ class Layers:
                 origins |= {("models", index, *p[1:]): w for p, w in layer.origins.items() if p[:1] == ("model",)}
         self.values = merge(self.values, values)
         self.origins |= origins
-        self._name_as_ppo()
+        method = self.values.get("method")
+        if isinstance(method, dict) and method.get("type") == "ppo":  # a layer without the method has general names
+            self.values["method"] = spell_out(method)
+            for alias, name in PPO_NAMES.items():
+                if alias in method and ("method", alias) in self.origins:
+                    self.origins["method", name] = self.origins["method", alias]
         replaced = object()
         gone = {path for path in self.origins if len(path) > 1 and value_at(self.values, path, replaced) is replaced}
         self.origins = {path: at for path, at in self.origins.items() if path not in gone}
-
-    def _name_as_ppo(self) -> None:
-        """Rename settings to PPO's names: a layer that does not name the method may use the general names."""
-        method = self.values.get("method")
-        if not isinstance(method, dict) or method.get("type") != "ppo":
-            return
-        self.values["method"] = spell_out(method)
-        for alias, name in PPO_NAMES.items():
-            if alias in method and ("method", alias) in self.origins:
-                self.origins["method", name] = self.origins["method", alias]
 
     def _lay_model(self, model: dict[str, Any], where: str, every_model: bool) -> int:
         models = self.values.get("models")

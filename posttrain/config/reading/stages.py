@@ -86,14 +86,23 @@ def take_init_from(trees: Sequence[Tree]) -> tuple[str | None, str]:
 def arranged(
     configs: Mapping[str, RunConfig], init_from: Mapping[str, str | None], where: Mapping[str, str]
 ) -> tuple[Stage, ...]:
-    """The stages in the order in which they run, each with the models that it trains."""
+    """The stages in the order in which they run, each with the models that it trains. Raises ConfigError unless each
+    stage has as many models as the first, and the same ones if there are several."""
     stages: dict[str, Stage] = {}
     for name in _in_order(init_from, where):
         config, source = configs[name], init_from[name]
         if source is not None:
             config = _start_from(config, stages[source].config, name, where[name])
         stages[name] = Stage(name, source, config)
-    _refuse_other_models(list(stages.values()))
+    first, *others = stages.values()
+    names = [model.folder_name for model in first.config.models]
+    for stage in others:
+        own = [model.folder_name for model in stage.config.models]
+        if len(own) != len(names) or (len(own) > 1 and own != names):
+            raise ConfigError(
+                f"stage {stage.name} has the models {', '.join(own)}, but stage {first.name} {', '.join(names)}: "
+                "list all models above the stages; a stage changes their settings, e.g. with model: {lora: true}"
+            )
     return tuple(stages.values())
 
 
@@ -167,15 +176,3 @@ def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig
         rows = rows.model_copy(update={"seed": None}) if rows.seed == config.seed else rows
         excluded += [rows] if rows not in excluded else []
     return config.model_copy(update={"data": config.data.model_copy(update={"excluded": tuple(excluded)})})
-
-
-def _refuse_other_models(stages: Sequence[Stage]) -> None:
-    """Raise ConfigError unless each stage has as many models as the first, and the same ones if there are several."""
-    first = [model.folder_name for model in stages[0].config.models]
-    for stage in stages[1:]:
-        own = [model.folder_name for model in stage.config.models]
-        if len(own) != len(first) or (len(own) > 1 and own != first):
-            raise ConfigError(
-                f"stage {stage.name} has the models {', '.join(own)}, but stage {stages[0].name} {', '.join(first)}: "
-                "list all models above the stages; a stage changes their settings, e.g. with model: {lora: true}"
-            )

@@ -57,7 +57,9 @@ def read_source(path: str) -> Source:
     if is_evaluation(folder):
         if step is not None:
             raise RunError(f"{folder} is an evaluation: @{step} names a step of a run")
-        run = _run_of(folder)
+        model = str(read_summary(folder)["model"].get("path") or "")
+        runs = [_above(folder), *([Path(model).absolute().parent] if model else [])]  # of the folder, or of the model
+        run = next((run for run in runs if (run / "run.json").is_file()), None)
         settings, seed = _settings(run) if run else (None, None)
         return Source(_name(folder), path, _evaluation(folder), settings and f"{settings} {folder.name}", seed)
     evaluated = _evaluated(folder) if step is None else None
@@ -93,13 +95,6 @@ def _evaluated(folder: Path) -> Path | None:
     return final or next(iter(found), None)
 
 
-def _run_of(folder: Path) -> Path | None:
-    """The run whose model was evaluated: the run that contains the evaluation folder or the model."""
-    model = str(read_summary(folder)["model"].get("path") or "")
-    runs = [_above(folder), *([Path(model).absolute().parent] if model else [])]
-    return next((run for run in runs if (run / "run.json").is_file()), None)
-
-
 def _above(folder: Path) -> Path:
     """RUN for RUN/evaluation/MODEL."""
     return folder.absolute().parent.parent
@@ -119,16 +114,6 @@ def _settings(run: Path) -> tuple[str | None, int | None]:
         return None, None
     rest = {name: value for name, value in config.items() if name not in OWN}
     return json.dumps(rest, sort_keys=True, default=str), config.get("seed", 0)
-
-
-def _rewards(run: Path) -> str:
-    """The rewards of a run, each with its settings."""
-    rewards = []
-    for term in RunSummary(run).config.get("rewards") or []:
-        if isinstance(term, dict):
-            facts = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
-            rewards.append(f"{term.get('type')} ({', '.join(facts)})")
-    return ", ".join(rewards) or "none"
 
 
 def _evaluation(folder: Path) -> dict[str, Scores]:
@@ -163,7 +148,12 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     if not by_step:
         return {}
     at = max(by_step) if step is None else step
-    about = {"step": at, "rewards": _rewards(run)}
+    rewards = []
+    for term in RunSummary(run).config.get("rewards") or []:
+        if isinstance(term, dict):
+            facts = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
+            rewards.append(f"{term.get('type')} ({', '.join(facts)})")
+    about = {"step": at, "rewards": ", ".join(rewards) or "none"}
     return {
         REWARD + name: Scores("reward", answers, about)
         for name, answers in by_key((answer.suite, answer) for answer in by_step[at]).items()
