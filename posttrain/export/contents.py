@@ -91,9 +91,19 @@ class QuantisedCopy:
     def __init__(self, source: Source, target: Path, devices: DevicesConfig):
         assert source.quantised is not None
         self._source, self._facts, self._folder = source, source.quantised, Path(source.model.path)
-        self._gate = gate_of(self._facts, self._folder)
+        try:  # the gate as a sentence and a table
+            gate, model = self._facts["gate"], self._facts["model"]["name"]
+            checks = [Check(**check) for check in gate["checks"]]
+            passed, rows = gate["passed"], public(gate["rows"])
+            lines = ["| " + " | ".join((*cells(check), public(check.of))) + " |" for check in checks]
+            dtype = DTYPES[self._facts["dtype"]]
+        except (KeyError, TypeError) as error:
+            raise RunError(f"{self._folder / QUANTISED} is damaged ({error}): quantise the model again") from error
+        told = f"its gate (posttrain quantize, {rows}) is {'' if passed else 'not '}passed:"
+        table = [f"| {' | '.join((*TITLES, 'of'))} |", "|---" * (len(TITLES) + 1) + "|", *lines]
+        self._gate = f"Quantised from `{model}`; {told}", ("\n".join(table),)
         refuse_full_disk(target, sum(path.stat().st_size for path in self._folder.glob("*.safetensors")))
-        load_model(source.model, source.head, DTYPES[self._facts["dtype"]], take_device(devices))
+        load_model(source.model, source.head, dtype, take_device(devices))
         self._tokenizer = load_tokenizer(source.model)
 
     def write(self, folder: Path, name: str) -> WrittenModel:
@@ -103,20 +113,6 @@ class QuantisedCopy:
         save_json(folder / QUANTISED, public(self._facts))
         kinds = f"{self._facts['method']} (bitsandbytes) in linear layers, {self._facts['dtype']} elsewhere"
         return WrittenModel(kinds, *self._gate, chats(self._source, self._tokenizer))
-
-
-def gate_of(facts: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...]]:
-    """The gate of a quantised model as a sentence and a table. Raises RunError if quantization.json is damaged."""
-    try:
-        gate, name = facts["gate"], facts["model"]["name"]
-        checks = [Check(**check) for check in gate["checks"]]
-        passed, rows = gate["passed"], public(gate["rows"])
-        lines = ["| " + " | ".join((*cells(check), public(check.of))) + " |" for check in checks]
-        DTYPES[facts["dtype"]]
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{folder / QUANTISED} is damaged ({error}): quantise the model again") from error
-    sentence = f"Quantised from `{name}`; its gate (posttrain quantize, {rows}) is {'' if passed else 'not '}passed:"
-    return sentence, ("\n".join([f"| {' | '.join((*TITLES, 'of'))} |", "|---" * (len(TITLES) + 1) + "|", *lines]),)
 
 
 class FoldedAdapters(Adapter):
@@ -132,7 +128,14 @@ class FoldedAdapters(Adapter):
             )
         super().__init__(source, adapters, hub_id_of(self.base.path) or self.base.path)
         for adapter in adapters:
-            _refuse_kinds(adapter)
+            weights, config = Path(adapter.path) / WEIGHTS, adapter_config(adapter.path) or {}
+            names = load_file(weights) if weights.is_file() else [WEIGHTS]
+            others = [name for name in names if not name.endswith(FACTORS) and not name.startswith(SCORE)]
+            if config.get("peft_type") != "LORA" or config.get("target_parameters") or others:
+                raise ModelError(
+                    f"--fold: {adapter.path} has more than LoRA's two matrices for each module (DoRA, another adapter "
+                    f"type, saved modules){f', such as {min(others)}' if others else ''}; leave out --fold"
+                )
         self._say, self._device = say, take_device(devices)
         trained = load_base(replace(source, given_base=None), self._device)
         self._prompts, self._compared = prompts_for(prompts, source.config, trained, self._tokenizer)
@@ -146,7 +149,14 @@ class FoldedAdapters(Adapter):
     def _write_weights(self, folder: Path) -> tuple[str, str]:
         source, count = self._source, len(self._adapters)
         original = replace(source, given_base=self.base)
-        adapted = self._all_adapters(original)
+        adapted = with_adapter(load_base(original, self._device), self._adapters[0])
+        for number, adapter in enumerate(self._adapters[1:], start=2):
+            _, differences = attach(adapted, adapter.path, f"adapter{number}")
+            if differences:
+                raise ModelError(f"--fold: {adapter.path} does not fit {self.base.path}: {differences}")
+        adapted.set_adapter(list(adapted.peft_config)[-1])  # its reward head, if any, becomes active
+        # PEFT adds the outputs of all active adapters
+        adapted.base_model.set_adapter(list(adapted.peft_config))  # pyright: ignore[reportCallIssue]
         last = load_file(Path(source.model.path) / WEIGHTS)
         head = {name: tensor for name, tensor in last.items() if source.reward and name.startswith(SCORE)}
         rank = _write_folded(adapted, head, folder, self.base)
@@ -166,17 +176,6 @@ class FoldedAdapters(Adapter):
             f"This adapter is {count} adapters folded into one. On the base, its {outputs} differ from those of the "
             f"trained model by {difference:.2g} (root mean square, {self._compared})."
         )
-
-    def _all_adapters(self, original: Source) -> "PeftModel":
-        """The original base with all adapters active. PEFT adds their outputs."""
-        adapted = with_adapter(load_base(original, self._device), self._adapters[0])
-        for number, adapter in enumerate(self._adapters[1:], start=2):
-            _, differences = attach(adapted, adapter.path, f"adapter{number}")
-            if differences:
-                raise ModelError(f"--fold: {adapter.path} does not fit {self.base.path}: {differences}")
-        adapted.set_adapter(list(adapted.peft_config)[-1])  # its reward head, if any, becomes active
-        adapted.base_model.set_adapter(list(adapted.peft_config))  # pyright: ignore[reportCallIssue]
-        return adapted
 
 
 def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder: Path, base: ModelConfig) -> int:
@@ -208,15 +207,3 @@ def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder
     config.save_pretrained(str(folder))
     name_base(folder, base.path)
     return rank
-
-
-def _refuse_kinds(adapter: ModelConfig) -> None:
-    """Raise ModelError for an adapter that has more than LoRA's two matrices for each module."""
-    weights, config = Path(adapter.path) / WEIGHTS, adapter_config(adapter.path) or {}
-    names = load_file(weights) if weights.is_file() else [WEIGHTS]
-    others = [name for name in names if not name.endswith(FACTORS) and not name.startswith(SCORE)]
-    if config.get("peft_type") != "LORA" or config.get("target_parameters") or others:
-        raise ModelError(
-            f"--fold: {adapter.path} has more than LoRA's two matrices for each module (DoRA, another adapter type, "
-            f"saved modules){f', such as {min(others)}' if others else ''}; leave out --fold"
-        )

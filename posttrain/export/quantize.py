@@ -45,9 +45,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A written folder, the checks of its gate, and its sizes."""
+    """The checks of a quantised model's gate, and its sizes."""
 
-    folder: Path
     checks: list[gate.Check]
     measured_on: str  # the rows of the gate in words
     sizes: dict[str, Any]
@@ -75,7 +74,9 @@ def quantize(
         raise ModelError(
             f"--suite {generating[0]}: {source.model.path} is a reward model: give suites of pairs, or --gate"
         )
-    target = options.output or default_target(source, options.precision)
+    folder, name = Path(source.model.path), f"{source.name}_{options.precision}"
+    in_run = folder.parent / f"quantized_{options.precision}" / folder.name
+    target = options.output or (in_run if source.run is not None else Path("quantized_models") / name)
     refuse_target(target, options.overwrite, MARK)
     for left in leftovers(target.parent, target.name, ended=False) if target.parent.is_dir() else ():
         log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", left)
@@ -83,14 +84,6 @@ def quantize(
     put(target, lambda folder: work.write(folder, suites), options.overwrite, MARK)
     say(f"written    {target}: {in_units(size_of(target))}")
     return work.result
-
-
-def default_target(source: Source, to: Precision) -> Path:
-    """The default folder: `RUN/quantized_int8/final` for a model of a run, otherwise `quantized_models/NAME_int8`."""
-    folder = Path(source.model.path)
-    if source.run is not None:
-        return folder.parent / f"quantized_{to}" / folder.name
-    return Path("quantized_models") / f"{source.name}_{to}"
 
 
 class _Work:
@@ -101,7 +94,11 @@ class _Work:
     def __init__(self, options: QuantizeOptions, source: Source, devices: DevicesConfig, target: Path, say: Say):
         self._options, self._source, self._devices, self._target, self._say = options, source, devices, target, say
         self._to: Precision = options.precision
-        self._limits = _limits(options)
+        flips = options.max_flips
+        chosen = {"kl": options.max_kl, "flips": flips, "preferences": flips, "drop": options.max_drop}
+        chosen |= {"weights": options.max_weight_error}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        self._limits = replace(gate.LIMITS[self._to], **given)
         config = load_config(source.model)
         half = getattr(config, "dtype", None) in (torch.bfloat16, torch.float16)
         kind = options.dtype if options.dtype != "auto" else "bfloat16" if half else "float32"
@@ -125,7 +122,7 @@ class _Work:
         sizes = self._sizes(other, folder)
         del other
         checks = [*self._checks(folder), *self._suite_checks(folder, suites)]
-        self.result = Quantised(self._target, checks, self._rows, sizes)
+        self.result = Quantised(checks, self._rows, sizes)
         save_json(folder / MARK, self._facts())
 
     def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:
@@ -202,13 +199,6 @@ class _Work:
                 "checks": [asdict(check) for check in result.checks],
             },
         }
-
-
-def _limits(options: QuantizeOptions) -> gate.Limits:
-    flips, limits = options.max_flips, gate.LIMITS[options.precision]
-    chosen = {"kl": options.max_kl, "flips": flips, "preferences": flips, "drop": options.max_drop}
-    chosen |= {"weights": options.max_weight_error}
-    return replace(limits, **{name: value for name, value in chosen.items() if value is not None})
 
 
 def notes(result: Quantised) -> Iterator[str]:

@@ -66,14 +66,31 @@ def find_source(name_or_path: str) -> Source:
         if (folder / MANIFEST).exists() and (problems := verify(folder)):
             raise unusable(folder, problems)
     model = ModelConfig(path=str(folder) if folder.is_dir() else name_or_path)
-    adapter, reward = is_adapter(model), _is_reward_model(model)
+    adapter = is_adapter(model)
+    try:
+        load_config(base_settings(model))  # the adapter's own files would suffice, but its base must exist, too
+        reward = is_reward_model(model)
+    except ModelError as error:
+        if not adapter:
+            raise
+        raise ModelError(
+            f"{model.path} is an adapter, and its base model cannot be read: {error}. Put the base model's path or hub "
+            "id in adapter_config.json (base_model_name_or_path), or the base itself in a folder `base` next to the "
+            "adapter"
+        ) from error
     name = model_name(str(folder.absolute() if folder.is_dir() else name_or_path))
     if SAVED.fullmatch(folder.name) and folder.name != "final":
         name = f"{name}-{folder.name}"
     if not folder.is_dir():
         return Source(model, name, adapter, reward)
-    quantised = quantised_facts(folder)
-    if quantised is not None:
+    quantised: dict[str, Any] | None = None
+    if (file := folder / QUANTISED).is_file():
+        quantised = load_json(file, links=True)
+        kinds = {"model": dict, "to": str, "method": str, "dtype": str, "gate": dict}
+        if not isinstance(quantised, dict) or not all(isinstance(quantised.get(n), kind) for n, kind in kinds.items()):
+            raise RunError(f"{file} is damaged: quantise the model again")
+        if not isinstance(quantised["model"].get("name"), str):
+            raise RunError(f"{file} is damaged (no model name): quantise the model again")
         name = model_name(f"{quantised['model']['name']}-{quantised['to']}")
     run = folder.absolute().parents[0 if quantised is None else 1]
     if not (run / "run.json").is_file():
@@ -104,35 +121,6 @@ def _merged_in(base: ModelConfig) -> ModelConfig | None:
     if before is not None and before.partition(",")[0] != content_of(adapter).partition(",")[0]:
         raise RunError(f"{adapter.path} is no longer the adapter that was merged into {folder}: restore the original")
     return adapter
-
-
-def quantised_facts(folder: Path) -> dict[str, Any] | None:
-    """The content of a folder's quantization.json; None without this file. Raises RunError if the file is damaged."""
-    file = folder / QUANTISED
-    if not file.is_file():
-        return None
-    facts = load_json(file, links=True)
-    kinds = {"model": dict, "to": str, "method": str, "dtype": str, "gate": dict}
-    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
-        raise RunError(f"{file} is damaged: quantise the model again")
-    if not isinstance(facts["model"].get("name"), str):
-        raise RunError(f"{file} is damaged (no model name): quantise the model again")
-    return facts
-
-
-def _is_reward_model(model: ModelConfig) -> bool:
-    """Whether it is a reward model. Raises ModelError, which names the adapter, if its base model cannot be read."""
-    try:
-        load_config(base_settings(model))  # the adapter's own files would suffice, but its base must exist, too
-        return is_reward_model(model)
-    except ModelError as error:
-        if not is_adapter(model):
-            raise
-        raise ModelError(
-            f"{model.path} is an adapter, and its base model cannot be read: {error}. Put the base model's path or hub "
-            "id in adapter_config.json (base_model_name_or_path), or the base itself in a folder `base` next to the "
-            "adapter"
-        ) from error
 
 
 def _settings(run: Path) -> RunConfig | None:

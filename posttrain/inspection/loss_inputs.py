@@ -21,7 +21,6 @@ from posttrain.config.reading.fields import full
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import SettingsConflict
 from posttrain.config.schema.methods import METHODS, OWN, AnyMethod
-from posttrain.data import Prepared
 from posttrain.environments.trajectory import Trajectory
 from posttrain.rewards.parts import CompletionReward, RewardPart
 from posttrain.rollout import Rollout, SampledCompletion
@@ -137,7 +136,15 @@ def stored_step(folder: Path, step: int) -> StoredStep:
     with StoredRun(folder) as stored:
         stored.require(step)
         prompts, rows = stored.prompts(step), stored.rollouts(step)
-    _check(folder, step, prompts, rows)
+    for row in rows:  # each needs a prompt, tokens, and one log-probability of each kind per token
+        size = None if row["tokens"] is None else len(row["tokens"])
+        arrays = [row[name] for name in ("sampler_logprobs", "old_logprobs", "new_logprobs")]
+        whole = size and arrays[0] is not None and all(one is None or len(one) == size for one in arrays)
+        if not whole or row["prompt_index"] >= len(prompts):
+            raise RunError(
+                f"{folder / 'rollouts.sqlite'}: completion {row['rollout_index']} of prompt {row['prompt_index']} of "
+                f"step {step} is damaged; choose another step"
+            )
     examples = [Example((Node(one["tokens"]),), row=one["row"], facts=one["facts"]) for one in prompts]
     completions = [
         SampledCompletion(
@@ -156,19 +163,6 @@ def stored_step(folder: Path, step: int) -> StoredStep:
     return StoredStep(Rollout(examples, completions), _flat(rows, "old_logprobs"), _flat(rows, "new_logprobs"))
 
 
-def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RunError unless every completion has a prompt, tokens, and one log-probability of each kind per token."""
-    for row in rows:
-        size = None if row["tokens"] is None else len(row["tokens"])
-        arrays = [row[name] for name in ("sampler_logprobs", "old_logprobs", "new_logprobs")]
-        whole = size and arrays[0] is not None and all(one is None or len(one) == size for one in arrays)
-        if not whole or row["prompt_index"] >= len(prompts):
-            raise RunError(
-                f"{folder / 'rollouts.sqlite'}: completion {row['rollout_index']} of prompt {row['prompt_index']} of "
-                f"step {step} is damaged; choose another step"
-            )
-
-
 def _part(name: str, stored: Any) -> RewardPart:
     part = StoredPart.of(stored)
     return RewardPart(name, part.weight, part.value)
@@ -181,10 +175,9 @@ def _flat(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step, the data that they come from, and the example before them in their epoch."""
+    """The rows of a step, and the example before them in their epoch."""
 
     examples: list[Example]
-    data: Prepared
     previous: Example
 
     def __str__(self) -> str:
@@ -206,7 +199,7 @@ def rows_of(job: Job, folder: Path, step: int) -> Rows:
         )
     epoch, positions = batch_of(job.config, len(data.train), step)
     order = epoch_order(job.config, data.train, epoch)
-    return Rows([data.train[int(row)] for row in order[positions]], data, data.train[int(order[positions.start - 1])])
+    return Rows([data.train[int(row)] for row in order[positions]], data.train[int(order[positions.start - 1])])
 
 
 @dataclass(frozen=True, slots=True)

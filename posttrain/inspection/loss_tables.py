@@ -31,8 +31,16 @@ def show(lab: Lab, console: Console) -> None:
         )
     console.print("row 1: this run's own loss; cosine: with its gradient")
     console.print(_losses(lab))
-    if len(lab.rows) > 1:
-        _print_cosines(lab, console)
+    if len(lab.rows) > 1 and CELL * len(lab.rows) + 4 > console.width:
+        console.print("The cosines of all pairs are in the plot and the JSON file.")
+    elif len(lab.rows) > 1:
+        console.print("cosines between the gradients")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for name in ("", *map(str, range(1, len(lab.rows) + 1))):
+            table.add_column(name, justify="right", no_wrap=True)
+        for number, row in enumerate(lab.cosines, start=1):
+            table.add_row(str(number), *(_short(value) for value in row))
+        console.print(table)
     own = lab.rows[0]
     if lab.logged is not None and own.norm is not None:
         difference = abs(own.norm - lab.logged) / lab.logged if lab.logged else abs(own.norm)
@@ -62,19 +70,6 @@ def _losses(lab: Lab) -> Table:
         cells += [percent(row.clipped), percent(row.clipped_last)]
         table.add_row(str(number), row.variant.label, *cells[: len(columns)])
     return table
-
-
-def _print_cosines(lab: Lab, console: Console) -> None:
-    if CELL * len(lab.rows) + 4 > console.width:
-        console.print("The cosines of all pairs are in the plot and the JSON file.")
-        return
-    console.print("cosines between the gradients")
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("", *map(str, range(1, len(lab.rows) + 1))):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, row in enumerate(lab.cosines, start=1):
-        table.add_row(str(number), *(_short(value) for value in row))
-    console.print(table)
 
 
 def save(lab: Lab, folder: Path) -> list[Path]:

@@ -225,20 +225,16 @@ def _measure(bench: Bench, chosen: Sequence[Variant]) -> tuple[list[LossRow], Te
         restore_rng(*generators, bench.job.device)  # the same dropout for all losses
         loss = bench.loss(variant.method)
         metrics = numbers(shares_of(loss.packs, loss.objective))
-        norm, value = _take(bench.optimizer, gradient), metrics.get("loss", 0.0)
-        rows.append(LossRow(variant, _finite(value), _finite(norm), *clipped(variant.method, loss, stored)))
+        masters = list(bench.optimizer.masters.values())
+        # as the optimizer computes it
+        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        for master, part in zip(masters, gradient.split([master.numel() for master in masters]), strict=True):
+            if master.grad is not None:
+                part.copy_(master.grad.flatten())
+        bench.optimizer.forget()
+        value = metrics.get("loss", 0.0)
+        rows.append(LossRow(variant, _finite(value), _finite(float(norm)), *clipped(variant.method, loss, stored)))
     return rows, gradients
-
-
-def _take(optimizer: AdamW, gradient: Tensor) -> float:
-    """Move the optimizer's gradients to the vector `gradient`. Return their norm, as the optimizer computes it."""
-    masters = list(optimizer.masters.values())
-    norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
-    for master, part in zip(masters, gradient.split([master.numel() for master in masters]), strict=True):
-        if master.grad is not None:
-            part.copy_(master.grad.flatten())
-    optimizer.forget()
-    return float(norm)
 
 
 def cosines(gradients: Tensor) -> list[list[float | None]]:
