@@ -17,7 +17,7 @@ from posttrain.config.schema.data import DataConfig
 from posttrain.data.readers import Record
 from posttrain.data.report import Lengths
 from posttrain.data.rows import Fields, Row, RowError, refuse_without_reply, without_weights
-from posttrain.data.table import Array, Dataset, Fitted, Limits, Room, Table, chunks, read, size_of
+from posttrain.data.table import Array, Fitted, Limits, Room, Table, chunks, read, size_of
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained
 
 INTS = pa.list_(pa.int32())
@@ -152,10 +152,6 @@ class Kind(ABC):
 
     def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:  # noqa: B027 (most kinds refuse none)
         """Raise DataError for examples from which nothing can be learned."""
-
-    def dataset(self, table: Table, fitted: Fitted, indices: Array) -> Dataset:
-        """The fitted examples with these indices."""
-        return Dataset(table, fitted, indices, self.example, self.longest)
 
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
         """The number of tokens of the longest sequence."""

@@ -246,7 +246,7 @@ def _validating(
     fitted = whole.fitted
     if limits != whole.limits if options.behavior_version >= 2 else shorter is not None:
         fitted = whole.kind.fit(whole.table, limits, np.zeros(len(among), bool), among)
-    dataset = whole.kind.dataset(whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
+    dataset = Dataset(whole.kind, whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
     readable, usable = int(np.isin(held.validation, whole.table.row).sum()), len(np.unique(dataset.rows))
     if shorter and readable:
         _report_room("validation", len(dataset), readable, shorter, data)

@@ -105,7 +105,7 @@ class Loaded:
     def examples(self, indices: Array | None = None) -> Dataset:
         """The examples at these positions in `fitted`; all of them by default."""
         indices = np.arange(len(self.fitted.view)) if indices is None else indices
-        return self.kind.dataset(self.table, self.fitted, indices)
+        return Dataset(self.kind, self.table, self.fitted, indices)
 
 
 @dataclass

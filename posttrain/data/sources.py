@@ -103,7 +103,13 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
         if saved:
             return Files(saved)
         splits = _splits(path, source, None)
-        _tell_unread(path, source, splits)
+        root = path.resolve()
+        read = {file.resolve() for files in splits.values() for file in files}
+        present = (file for file in sorted(root.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
+        unread = [str(f.relative_to(root)) for f in present if f.resolve() not in read and f.name not in SAVED]
+        if unread and not (path / "README.md").is_file():  # which lists the files of the data
+            more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+            log.warning("%s: files not read because of their names or types: %s%s", source, ", ".join(unread[:5]), more)
         return Files(tuple(_of_split(splits, "train" if _is_one_saved(path) else split, source)))
     if any(suffix in READERS for suffix in path.suffixes) and known_set(source) is None:
         raise DataError(_not_there(source))
@@ -170,17 +176,6 @@ def _of_split(splits: Mapping[str, T], split: str, name: str | Path) -> T:
     if split not in splits:
         raise DataError(f"{name} has no split {split!r}: it has {', '.join(splits) or 'none'}")
     return splits[split]
-
-
-def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None:
-    """Warn about data files that were not read because of their name or type, if the folder has no README."""
-    root = folder.resolve()
-    read = {file.resolve() for files in splits.values() for file in files}
-    present = (file for file in sorted(root.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
-    unread = [str(f.relative_to(root)) for f in present if f.resolve() not in read and f.name not in SAVED]
-    if unread and not (folder / "README.md").is_file():
-        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
-        log.warning("%s: files not read because of their names or types: %s%s", name, ", ".join(unread[:5]), more)
 
 
 def _is_one_saved(folder: Path) -> bool:

@@ -1,9 +1,9 @@
 """Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,9 @@ import pyarrow.compute as pc
 from posttrain.base.errors import DataError
 from posttrain.batch import Example
 from posttrain.data.report import Lengths
+
+if TYPE_CHECKING:
+    from posttrain.data.kind import Kind  # which imports this module
 
 Array = np.ndarray
 
@@ -188,18 +191,10 @@ def chunks(view: Array, split: Array, size: int) -> Array:
 
 class Dataset:
     """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`.
-    `example` and `longest` are those of their kind."""
+    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
 
-    def __init__(
-        self,
-        table: Table,
-        fitted: Fitted,
-        indices: Array,
-        example: Callable[[Table, int, Sequence[int]], Example],
-        longest: Callable[[Table, Array, Array], int],
-    ):
-        self._table, self._example, self._longest = table, example, longest
+    def __init__(self, kind: "Kind", table: Table, fitted: Fitted, indices: Array):
+        self._kind, self._table = kind, table
         self.view = fitted.view[indices]
         self.lengths: Array = fitted.lengths[indices]
 
@@ -211,12 +206,12 @@ class Dataset:
             raise IndexError(f"there is no example {index}: the data set has {len(self)}")
         row, *columns = map(int, self.view[index])
         source = int(np.searchsorted(self._table.ends, row, side="right")) if len(self._table.ends) > 1 else None
-        return replace(self._example(self._table, row, columns), source=source)
+        return replace(self._kind.example(self._table, row, columns), source=source)
 
     @property
     def longest(self) -> int:
         """The number of tokens of the longest sequence; a pair has two sequences."""
-        return self._longest(self._table, self.view, self.lengths)
+        return self._kind.longest(self._table, self.view, self.lengths)
 
     @property
     def rows(self) -> Array:
