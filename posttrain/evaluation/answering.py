@@ -248,7 +248,15 @@ class Chosen(_Prompted):
 
     def _example(self, prompt: Prompt) -> Example | str:
         """A prompt followed by every choice, or the reason why the model cannot read them."""
-        choices = self._choices(prompt)
+
+        def ids(text: str) -> list[int]:
+            return self._tokenizer(text, add_special_tokens=False).input_ids
+
+        alone, choices = ids(prompt.text), list[list[int]]()
+        for choice in self._suite.choices:  # tokenised after the prompt if that leaves the prompt's tokens unchanged
+            tokens = ids(prompt.text + choice)
+            after = tokens[: len(alone)] == alone and len(tokens) > len(alone)
+            choices.append(tokens[len(alone) :] if after else ids(choice))
         fed = len(prompt.tokens) + max(map(len, choices)) - 1
         if self._positions is not None and fed > self._positions:
             return (
@@ -265,19 +273,6 @@ class Chosen(_Prompted):
         if not all(map(isfinite, logprobs)):
             return Reply.failed("the model's log-probabilities are not finite", seconds)
         return Reply(self._suite.choices[max(range(len(logprobs)), key=logprobs.__getitem__)], 1, "stop", seconds)
-
-    def _choices(self, prompt: Prompt) -> list[list[int]]:
-        """The tokens of each choice, tokenised after the prompt if that leaves the prompt's tokens unchanged."""
-
-        def ids(text: str) -> list[int]:
-            return self._tokenizer(text, add_special_tokens=False).input_ids
-
-        alone = ids(prompt.text)
-        whole = [ids(prompt.text + choice) for choice in self._suite.choices]
-        return [
-            tokens[len(alone) :] if tokens[: len(alone)] == alone and len(tokens) > len(alone) else ids(choice)
-            for tokens, choice in zip(whole, self._suite.choices, strict=True)
-        ]
 
 
 class Recorded:

@@ -107,7 +107,16 @@ def _add_suite(
         alias, own = rows[0]["doc"].get("group", task), values[task]
         error = stdev(own) / math.sqrt(len(own)) if len(own) > 1 else "N/A"
         results["results"][task] = _result(task, alias, metric, own, error)
-        results["configs"][task] = _config(task, metric, suite, answers)
+        results["configs"][task] = {
+            "task": task,
+            "dataset_path": suite["source"],
+            "output_type": "multiple_choice" if _by_logprob(suite) else "generate_until",
+            "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+            "generation_kwargs": None if _by_logprob(suite) else _generation(suite),
+            "repeats": max(answer.sample for answer in answers) + 1,
+            "num_fewshot": 0,
+            "metadata": {"posttrain": dict(suite)},
+        }
         results["n-samples"][task] = {"original": len(rows), "effective": len(own)}
         _register(results, task, metric, [])
     if list(groups) == [""]:
@@ -164,20 +173,6 @@ def _metric(suite: Mapping[str, Any]) -> str:
     if suite["metric"] != "accuracy":
         return suite["metric"]
     return "acc" if _by_logprob(suite) else "exact_match"
-
-
-def _config(task: str, metric: str, suite: Mapping[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-    by_logprob = _by_logprob(suite)
-    return {
-        "task": task,
-        "dataset_path": suite["source"],
-        "output_type": "multiple_choice" if by_logprob else "generate_until",
-        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": None if by_logprob else _generation(suite),
-        "repeats": max(answer.sample for answer in answers) + 1,
-        "num_fewshot": 0,
-        "metadata": {"posttrain": dict(suite)},
-    }
 
 
 def _generation(suite: Mapping[str, Any]) -> dict[str, Any]:

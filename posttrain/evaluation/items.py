@@ -36,7 +36,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The chosen items of a suite. `partial` describes the part chosen; None: the whole suite."""
+    """The chosen items of a suite. `partial` describes the part chosen, as in "10 of 57 subjects"; None: the whole."""
 
     suite: SuiteConfig
     items: tuple[Item, ...]
@@ -59,7 +59,17 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     columns = {name for record in records for name in record.value or ()}
     shots = _shots(suite) if suite.shots else {}
     items = [_item(suite, record, columns, shots) for record in records]
-    _refuse_malformed(suite, records, items)
+    bad = [
+        Malformed(record.file, record.line, item.problem, record.row)
+        for record, item in zip(records, items, strict=True)
+        if item.problem
+    ]
+    if len(bad) > MALFORMED_SHARE * len(records):
+        shown = ", ".join(next((record.value for record in records if record.value), {}))
+        raise DataError(
+            f"suite {suite.name}: {len(bad):,} of {counted(len(records), 'row')} of {suite.source} cannot be asked, "
+            f"which is over {MALFORMED_SHARE:.0%} (it has the columns {shown or 'none'}):\n{list_malformed(bad)}"
+        )
     names = [name for name in FIELD.findall(str(suite.prompt)) if name != "shots"]
     if names and not {*names} & {*columns, *suite.columns}:
         raise DataError(
@@ -75,7 +85,14 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     for item in chosen:
         facts = [item.id, item.group, item.prompt, item.gold, item.options]
         digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-    return Items(suite, tuple(chosen), len(items), _partial(suite, items, chosen), digest.hexdigest())
+    partial, groups = list[str](), len({item.group for item in items})
+    if suite.groups is not None and groups < suite.groups:
+        partial.append(f"{groups} of {suite.groups} {(suite.group or 'group').replace('_', ' ')}s")
+    if len(chosen) < len(items):
+        partial.append(f"{len(chosen):,} of {len(items):,} items")
+    elif suite.items is not None and len(items) < suite.items and not partial:
+        partial.append(f"{len(items):,} of {suite.items:,} items")
+    return Items(suite, tuple(chosen), len(items), ", ".join(partial) or None, digest.hexdigest())
 
 
 def fields_of(suite: SuiteConfig, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,30 +215,3 @@ def _shots(suite: SuiteConfig) -> dict[str, str]:
             end = suite.choices[int(answer)] if suite.choices and answer.isdecimal() else f" {answer}"
             examples[group].append(f"{fill(body, fields)}{end}\n\n")
     return {group: "".join(shots) for group, shots in examples.items() if len(shots) == suite.shots}
-
-
-def _refuse_malformed(suite: SuiteConfig, records: Sequence[Record], items: Iterable[Item]) -> None:
-    bad = [
-        Malformed(record.file, record.line, item.problem, record.row)
-        for record, item in zip(records, items, strict=True)
-        if item.problem
-    ]
-    if len(bad) > MALFORMED_SHARE * len(records):
-        columns = ", ".join(next((record.value for record in records if record.value), {}))
-        raise DataError(
-            f"suite {suite.name}: {len(bad):,} of {counted(len(records), 'row')} of {suite.source} cannot be asked, "
-            f"which is over {MALFORMED_SHARE:.0%} (it has the columns {columns or 'none'}):\n{list_malformed(bad)}"
-        )
-
-
-def _partial(suite: SuiteConfig, items: Sequence[Item], chosen: Sequence[Item]) -> str | None:
-    """The part of the suite that was chosen, such as "10 of 57 subjects"; None for the whole suite."""
-    parts = []
-    groups = {item.group for item in items}
-    if suite.groups is not None and len(groups) < suite.groups:
-        parts.append(f"{len(groups)} of {suite.groups} {(suite.group or 'group').replace('_', ' ')}s")
-    if len(chosen) < len(items):
-        parts.append(f"{len(chosen):,} of {len(items):,} items")
-    elif suite.items is not None and len(items) < suite.items and not parts:
-        parts.append(f"{len(items):,} of {suite.items:,} items")
-    return ", ".join(parts) or None

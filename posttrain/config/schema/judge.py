@@ -74,15 +74,11 @@ class ScoreSettings(JudgeSettings):
         if self.pattern is not None:
             if self.read != "regex":
                 yield "pattern", f"needs read: regex, but read is {self.read}"
-            if _groups(self.pattern) != 1:
+            try:
+                has_one = re.compile(self.pattern).groups == 1
+            except re.error:
+                has_one = False
+            if not has_one:
                 yield "pattern", "must be a regular expression with one group"
         if self.pattern is None and self.read == "regex":
             yield "pattern", "is missing; read: regex needs it"
-
-
-def _groups(pattern: str) -> int:
-    """Number of groups in a regular expression; -1 if the expression is invalid."""
-    try:
-        return re.compile(pattern).groups
-    except re.error:
-        return -1
