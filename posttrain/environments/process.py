@@ -51,15 +51,10 @@ class EpisodeError(Exception):
 class Kind:
     """What is known of an environment before its episodes."""
 
-    settings: EnvironmentConfig | None  # None: tools without an environment
+    is_game: bool  # whether it answers messages instead of calls
     title: str  # its class's name; `tools` without an environment
     tools: tuple[dict[str, Any], ...]  # JSON schemas
     rewards: bool  # whether it rewards its episodes
-
-    @property
-    def is_game(self) -> bool:
-        """Whether it answers messages instead of calls."""
-        return self.settings is not None and self.settings.contract == "messages"
 
 
 class EpisodeProcess:
@@ -170,7 +165,8 @@ class Environments(contextlib.AbstractContextManager["Environments"]):
             raise RewardError(f"the environment {what} does not work: {error}") from error
         finally:
             process.end()
-        return Kind(settings, made["name"] if settings else "tools", tuple(tools), made["rewards"])
+        is_game = settings is not None and settings.contract == "messages"
+        return Kind(is_game, made["name"] if settings else "tools", tuple(tools), made["rewards"])
 
     def _tool(self, settings: EnvironmentConfig | None, name: str) -> Callable[..., Any]:
         """The function of a tool: one of `tools`, or a method of the class, bound as on an instance."""

@@ -45,8 +45,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """The checks of a quantised model's gate, and its sizes."""
+    """A written folder, the checks of its gate, and its sizes."""
 
+    folder: Path
     checks: list[gate.Check]
     measured_on: str  # the rows of the gate in words
     sizes: dict[str, Any]
@@ -122,7 +123,7 @@ class _Work:
         sizes = self._sizes(other, folder)
         del other
         checks = [*self._checks(folder), *self._suite_checks(folder, suites)]
-        self.result = Quantised(checks, self._rows, sizes)
+        self.result = Quantised(self._target, checks, self._rows, sizes)
         save_json(folder / MARK, self._facts())
 
     def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:

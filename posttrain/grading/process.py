@@ -49,7 +49,8 @@ class Forked:
     def __init__(self, template: "Template", jobs: BinaryIO, replies: BinaryIO, link: socket.socket):
         self._template: Template | None = template  # the template lives as long as one of its workers
         self.stdin, self.stdout = jobs, replies
-        self._link = link
+        self._link, self._poller = link, select.poll()  # unlike select(), for any number of open files
+        self._poller.register(link, select.POLLIN)
         self._lock = threading.Lock()
         self._reports: list[int] = []  # the worker's process id, then its exit status
 
@@ -61,7 +62,7 @@ class Forked:
     def poll(self) -> int | None:
         """The worker's exit status if it has ended, otherwise None."""
         with self._lock:
-            while len(self._reports) < 2 and self._can_read():
+            while len(self._reports) < 2 and self._poller.poll(0):
                 self._next()
         return self._reports[1] if len(self._reports) > 1 else None
 
@@ -96,11 +97,6 @@ class Forked:
             self._reports += NUMBER.unpack(data)
         else:
             self._reports += [0, UNKNOWN_STATUS][len(self._reports) :]
-
-    def _can_read(self) -> bool:
-        poller = select.poll()  # unlike select(), for any number of open files
-        poller.register(self._link, select.POLLIN)
-        return bool(poller.poll(0))
 
 
 class Template:

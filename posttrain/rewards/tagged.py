@@ -91,16 +91,12 @@ def numbers(completion: str, gold: str, tags: Tags) -> Judgement:
     return Judgement(NUMBER_EQUAL if equal else NUMBER_WRONG, equal, text.strip() if text else None)
 
 
-def needs_no_gold(gold: str | None, tags: Tags) -> None:
-    """Accept every row: format rewards do not need an answer."""
-
-
 def check_number(gold: str | None, tags: Tags) -> None:
     if read_number(check_text(gold)) is None:
         raise BadGold(f"the answer is not a number: {gold!r:.60}")
 
 
-MATCH_FORMAT_EXACTLY = Rule(needs_no_gold, format_exactly)
-MATCH_FORMAT_APPROXIMATELY = Rule(needs_no_gold, format_approximately)
+MATCH_FORMAT_EXACTLY = Rule(lambda gold, tags: None, format_exactly)  # formats need no answer
+MATCH_FORMAT_APPROXIMATELY = Rule(lambda gold, tags: None, format_approximately)
 CHECK_ANSWER = Rule(check_text, answer)
 CHECK_NUMBERS = Rule(check_number, numbers)
