@@ -44,7 +44,8 @@ def table(summaries: Summaries) -> Table:
         cells += [suite["setting"].replace("temperature=", "T ").replace("top_p=", "p ")] if swept else []
         graded = f"{suite['graded']:,}" + (f" of {suite['answers']:,}" if suite["graded"] < suite["answers"] else "")
         passing = [percent(suite.get("pass@k", {}).get(str(most)))] if most else []
-        cells += [percent(suite["value"]), interval(suite), *passing, graded, f"{suite['tokens']:,}"]
+        interval = "-" if suite["low"] is None else f"{100 * suite['low']:.1f} to {suite['high']:.1%}"
+        cells += [percent(suite["value"]), interval, *passing, graded, f"{suite['tokens']:,}"]
         shown.add_row(*cells)
     return shown
 
@@ -95,10 +96,6 @@ def _notes_of(suite: Mapping[str, Any], swept: bool) -> Iterator[str]:
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
-
-
-def interval(suite: Mapping[str, Any]) -> str:
-    return "-" if suite["low"] is None else f"{100 * suite['low']:.1f} to {suite['high']:.1%}"
 
 
 def _calibration(found: Mapping[str, Any]) -> Iterator[str]:

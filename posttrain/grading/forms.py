@@ -245,21 +245,6 @@ def read_occasion(text: str) -> Occasion | None:
         return Occasion("figures", (re.sub(r"\D", "", text),))
     if found := re.fullmatch(_WEEKDAY, text):
         return Occasion("weekday", (_number(found.group(), _WEEKDAYS),))
-    return _time(text)
-
-
-def _date(year: str | None, month: str, day: str | None) -> Occasion | None:
-    number = int(month) if month.isdigit() else 1 + _number(month, _MONTHS)
-    if not 1 <= number <= 12 or (day and not 1 <= int(day) <= 31):
-        return None
-    return Occasion("date", (int(year) if year else None, number, int(day) if day else None))
-
-
-def _number(name: str, names: tuple[str, ...]) -> int:
-    return next(number for number, full in enumerate(names) if full[:3] == name[:3])
-
-
-def _time(text: str) -> Occasion | None:
     if text in ("noon", "midnight"):
         return Occasion("time", (12 * 3600 * (text == "noon"),))
     found = _TIME.fullmatch(text)
@@ -272,3 +257,14 @@ def _time(text: str) -> Occasion | None:
         hour = hour % 12 + 12 * (half == "p")
     seconds = hour * 3600 + int(found["minute"] or 0) * 60 + int(found["second"] or 0)
     return Occasion("time", (seconds,), half is not None)
+
+
+def _date(year: str | None, month: str, day: str | None) -> Occasion | None:
+    number = int(month) if month.isdigit() else 1 + _number(month, _MONTHS)
+    if not 1 <= number <= 12 or (day and not 1 <= int(day) <= 31):
+        return None
+    return Occasion("date", (int(year) if year else None, number, int(day) if day else None))
+
+
+def _number(name: str, names: tuple[str, ...]) -> int:
+    return next(number for number, full in enumerate(names) if full[:3] == name[:3])

@@ -88,7 +88,10 @@ def read_set(text: str, depth: int = 5) -> RealSet | None:
     if inside and len(ends := split_top(inside[1])) == 2 and inside[0] in "([" and inside[2] in ")]":
         return RealSet((Interval(ends[0], inside[0] == "[", ends[1], inside[2] == "]"),))
     if len(parts := split_top(text)) == 2 and all(ORDER.search(part) for part in parts):
-        return _listed(*(read_set(part, depth - 1) for part in parts))
+        # the union, as for `x < -1, x > 2`, or the intersection if the two bound an interval, as in `x > 2, x < 5`
+        left, right = (read_set(part, depth - 1) for part in parts)
+        both = _both(left, right)
+        return both if both and both.intervals else _union([left, right])
     if found := _UNEQUAL.fullmatch(text):
         return _named(_without(read_set(r"\mathbb{R}"), found["value"]), found["name"])
     if found := re.fullmatch(rf"(?P<name>{_NAME})\s*=\s*(?P<value>[^=,]+)", text):
@@ -137,12 +140,6 @@ def _both(left: RealSet | None, right: RealSet | None) -> RealSet | None:
     if ends[0] is not None and ends[1] is not None and ends[0] < ends[1]:
         return RealSet((), left.name)
     return RealSet((Interval(low.low, low.low_closed, high.high, high.high_closed),), left.name)
-
-
-def _listed(left: RealSet | None, right: RealSet | None) -> RealSet | None:
-    """The union, as for `x < -1, x > 2`, or the intersection if the two bound an interval, as in `x > 2, x < 5`."""
-    both = _both(left, right)
-    return both if both and both.intervals else _union([left, right])
 
 
 def _value(text: str) -> Fraction | None:

@@ -94,7 +94,12 @@ class JudgeClient:
 
     def submit(self, messages: Sequence[Message]) -> Future[Reply]:
         """Ask a question; equal questions share one request. `gather` waits for the reply."""
-        text = json.dumps(self._request(messages), sort_keys=True)
+        settings = self.settings
+        sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens} | settings.parameters
+        kept = {name: value for name, value in sampling.items() if value is not None}
+        # Servers reject lone surrogates.
+        clean = [{k: v.encode(errors="backslashreplace").decode() for k, v in one.items()} for one in messages]
+        text = json.dumps({"model": settings.model, "messages": clean, **kept}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         if key in self._pending:
             return self._pending[key]
@@ -146,14 +151,6 @@ class JudgeClient:
             for post in self._open:
                 post.cut()
         self._stop = threading.Event()
-
-    def _request(self, messages: Sequence[Message]) -> dict[str, Any]:
-        settings = self.settings
-        sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens} | settings.parameters
-        kept = {name: value for name, value in sampling.items() if value is not None}
-        # Servers reject lone surrogates.
-        clean = [{k: v.encode(errors="backslashreplace").decode() for k, v in one.items()} for one in messages]
-        return {"model": settings.model, "messages": clean, **kept}
 
     # --- in a worker ------------------------------------------------------------------------------------------------
 
