@@ -14,9 +14,9 @@ from posttrain.base.errors import DataError
 from posttrain.base.pieces import CHARACTER, pieces
 from posttrain.base.terminal import escaped, visible
 from posttrain.batch import Example, Node
+from posttrain.data.kind import Dataset
 from posttrain.data.prepare import Prepared
 from posttrain.data.report import Lengths
-from posttrain.data.table import Dataset
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades
 PLAIN = ("dim", "default")

@@ -20,7 +20,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
-from posttrain.data.kind import Kind
+from posttrain.data.kind import Dataset, Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
@@ -37,7 +37,7 @@ from posttrain.data.rows import (
     without_think,
 )
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
+from posttrain.data.table import Array, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
 from posttrain.data.templates import choose_template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
