@@ -185,13 +185,13 @@ def test_versions_outside_the_range(version, detail, fix, monkeypatch):
     monkeypatch.setattr(metadata, "version", known)
     with pytest.raises(Broken) as error:
         checks.transformers()
-    assert (str(error.value), error.value.fix) == (detail, fix)
+    assert (str(error.value), error.value.found.fix) == (detail, fix)
 
 
 def test_an_optional_package_that_is_not_there():
     with pytest.raises(Broken, match=r"not installed; for rollout\.engine: vllm") as error:
         checks.version_of("no-such-package", "rollout.engine: vllm", "vllm")
-    assert (error.value.state, error.value.fix) == ("absent", installing("vllm"))
+    assert (error.value.found.state, error.value.found.fix) == ("absent", installing("vllm"))
 
 
 def test_faults_of_a_disk(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.tempfile, "TemporaryDirectory", refuse)
     with pytest.raises(Broken, match=r"cannot write in .*: Permission denied") as error:
         machine.run_folder(str(tmp_path))
-    assert "chmod u+w" in error.value.fix
+    assert "chmod u+w" in error.value.found.fix
 
 
 def test_a_container_share_of_the_cores(tmp_path, monkeypatch):

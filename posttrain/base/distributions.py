@@ -25,8 +25,6 @@ def t_quantile(confidence: float, freedom: float) -> float:
 
 def t_outside(t: float, freedom: float) -> float:
     """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: 1 - I_x(1/2, v/2) at x = t² / (v + t²)."""
-    if t == 0:
-        return 1.0
     if abs(t) == inf:
         return 0.0
     from mpmath import betainc  # takes a twentieth of a second, and few commands need it

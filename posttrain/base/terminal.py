@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
 from posttrain.base.log import log
@@ -85,13 +85,10 @@ class _Stream:
 @contextmanager
 def outliving(quits: bool) -> Iterator[None]:
     """Inside the block, output survives the loss of its reader; with `quits`, the process ends silently instead."""
-    before = sys.stdout, sys.stderr
     # A stream is None if the process was started without it.
-    sys.stdout, sys.stderr = (cast(TextIO, stream and _Stream(stream, quits)) for stream in before)
-    try:
+    out, err = (cast(TextIO, stream and _Stream(stream, quits)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -64,11 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"posttrain {__version__}")
             return 0
         load_tokens(Path(".env"))
-        console = ConsoleLog(debug)
-        try:
+        with closing(ConsoleLog(debug)):
             return guarded(lambda: build(args[0])(args, prog_name="posttrain", standalone_mode=False), debug)
-        finally:
-            console.close()
 
 
 def build(verb: str = "") -> typer.Typer:

@@ -120,8 +120,7 @@ def why(
     folder, console = _folder(run), PlainConsole()
     with StoredRun(folder) as stored:
         if prompt is None:
-            groups = step_receipt(stored, step)
-            for table in (*_metrics_tables(folder, step), _groups_table(groups)):
+            for table in (*_metrics_tables(folder, step), _groups_table(step_receipt(stored, step))):
                 console.print(table)
             return
         group = group_receipt(stored, step, prompt)
@@ -219,7 +218,9 @@ def _groups_table(groups: Sequence[GroupReceipt]) -> Table:
     table, total = _table(*names), sum(group.push for group in groups)
     for group in groups:
         rewards = ", ".join(_number(completion.reward) for completion in group.completions)
-        numbers = (_number(group.largest_advantage), str(group.clipped), f"{group.furthest_ratio:.4f}")
+        advantages = [completion.advantage for completion in group.completions if completion.advantage is not None]
+        largest = _number(max(advantages, key=abs, default=None))  # none of a group outside the loss
+        numbers = (largest, str(group.clipped), f"{group.furthest_ratio:.4f}")
         share = f"{group.push / total:.0%}" if total > 0 else "0%"
         table.add_row(str(group.prompt), str(group.row), rewards, *numbers, share)
     return table

@@ -13,6 +13,7 @@ import typer
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import say, visible
 from posttrain.base.words import counted, in_units
+from posttrain.runs.atomic import remove
 from posttrain.runs.finding import SNAPSHOTS, checked_name, named, short
 from posttrain.runs.managing import copies, removing
 from posttrain.runs.managing.copies import COPY, pack_run, read_snapshot
@@ -71,7 +72,7 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
             say(f"kept {target}")
             continue
         if _snapshot(str(target), root):
-            copies.drop(target)
+            remove(target)
         else:
             removing.delete(target, force=True)  # `refuse_needed` has checked
         say(f"deleted {what}")
@@ -194,8 +195,7 @@ def restore(
 
     An existing run in that folder is kept, unless --replace.
     """
-    root = settled(output_dir, snapshot)
-    folder = _snapshot(snapshot, root)
+    folder = _snapshot(snapshot, settled(output_dir, snapshot))
     if folder is None:
         raise RunError(f"there is no snapshot {snapshot} in {output_dir}: posttrain runs snapshots lists them")
     target = read_snapshot(folder).run
@@ -221,8 +221,7 @@ def export(
     target = named(run, settled(output_dir, run), whole=True)
     path = (output or Path(f"{target.resolve().name}.tar.gz")).expanduser()
     sizes = pack_run(target, path, not no_checkpoints, overwrite)
-    packed = in_units(path.stat().st_size)
-    say(f"{path}: {counted(len(sizes), 'file')}, {in_units(sum(sizes))}, packed {packed}")
+    say(f"{path}: {counted(len(sizes), 'file')}, {in_units(sum(sizes))}, packed {in_units(path.stat().st_size)}")
 
 
 def _local(time: str) -> str:

@@ -217,6 +217,6 @@ def answer(target: str, arguments: list[str]) -> dict[str, Any]:
     try:
         return asdict(getattr(importlib.import_module(module), function)(*arguments))
     except Broken as error:
-        return asdict(Found(str(error), error.state, error.fix))
+        return asdict(error.found)
     except BaseException as error:
         return asdict(Found(reason_of(error), "broken"))

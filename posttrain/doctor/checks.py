@@ -38,8 +38,7 @@ class Broken(Exception):
 
     def __init__(self, detail: str, fix: str = "", state: State = "broken"):
         super().__init__(detail)
-        self.fix = fix
-        self.state: State = state
+        self.found = Found(detail, state, fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,7 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False) -> Drawi
     if zero:
         parts.append(el("line", class_="zero", x1=f"{x(0):.1f}", x2=f"{x(0):.1f}", y1=0, y2=bottom))
     parts += [part for number, row in enumerate(rows) for part in _row(row, x, ROW * number)]
-    described = "; ".join(f"{row.label} {_written(row)}" for row in rows)
-    return Drawing(title, (INTERVALS, bottom + 20), parts, described)
+    return Drawing(title, (INTERVALS, bottom + 20), parts, "; ".join(f"{row.label} {_written(row)}" for row in rows))
 
 
 def _row(row: Interval, x: Scale, top: int) -> Iterator[Markup]:

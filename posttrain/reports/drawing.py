@@ -131,8 +131,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     rough = (high - low) / max(1, about)
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def scale_of(values: Sequence[float], start: float, end: float, pad: float, share: bool = False) -> Scale:

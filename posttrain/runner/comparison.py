@@ -130,8 +130,7 @@ def read_finished(name: str, folder: Path) -> ComparedRun:
         answer_accuracy=results["final"].get("eval_answer_accuracy"),
         curve=tuple((line["step"], line["eval_reward"]) for line in lines if line.get("eval_reward") is not None),
     )
-    start = mean_by_prompt(list(first.values())) if first is not None else None
-    return ComparedRun(entry, start, graded[final])
+    return ComparedRun(entry, mean_by_prompt(list(first.values())) if first is not None else None, graded[final])
 
 
 def against_each_other(runs: Sequence[ComparedRun]) -> tuple[Comparison, Comparison]:

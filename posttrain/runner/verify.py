@@ -234,8 +234,7 @@ class Training:
 
     def saving(self) -> bool:
         """Whether a checkpoint or a model is being saved."""
-        names = [name for run in self._runs for name in os.listdir(run)]
-        return any(map(HALF_WRITTEN.fullmatch, names))
+        return any(HALF_WRITTEN.fullmatch(name) for run in self._runs for name in os.listdir(run))
 
     def saved_steps(self) -> int:
         """The number of steps that a resume does not repeat."""
@@ -257,16 +256,10 @@ def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> No
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     multiprocessing.set_start_method(None, force=True)  # as in a new process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:  # this process ends with it
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     ConsoleLog()
     try:
         sys.exit(train(stages, resume=resume))
     except PosttrainError as error:
         sys.exit(f"error: {error}")
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

@@ -241,12 +241,6 @@ class GroupReceipt:
         return [completion.reward for completion in self.completions if completion.reward is not None]
 
     @property
-    def largest_advantage(self) -> float | None:
-        """The advantage furthest from 0; None if no completion is in the loss."""
-        advantages = [completion.advantage for completion in self.completions if completion.advantage is not None]
-        return max(advantages, key=abs, default=None)
-
-    @property
     def part_names(self) -> list[str]:
         return list(dict.fromkeys(name for completion in self.completions for name in completion.parts))
 

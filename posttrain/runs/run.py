@@ -50,7 +50,7 @@ class Run(AbstractContextManager["Run"]):
         self._facts = facts
         self._metrics = MetricsFile(folder)
         self._log = RunLog(folder / "training.log")
-        self._followers: list[Callable[[dict[str, Any]], None]] = []
+        self._follower: Callable[[dict[str, Any]], None] = lambda line: None
         self._save_after: Callable[[BaseException], None] = lambda error: None
 
     @classmethod
@@ -188,13 +188,11 @@ class Run(AbstractContextManager["Run"]):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line to `metrics.jsonl` (`MetricsFile.append`). Metrics are named as in TRL; validation metrics have
         the prefix `eval_`."""
-        line = self._metrics.append(step, metrics)
-        for follow in self._followers:
-            follow(line)
+        self._follower(self._metrics.append(step, metrics))
 
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
         """Also pass every further line of metrics to `follower`."""
-        self._followers.append(follower)
+        self._follower = follower
 
     # Checkpoints
 

@@ -44,10 +44,8 @@ class Client:
         self._http = httpx.Client(base_url=address, headers=headers, timeout=timeout, trust_env=False)
 
     def chat(self, turns: Sequence[Turn], **settings: Any) -> Iterator[str]:
-        """Yield the pieces of a reply as they are generated, and return the finish reason. Closing the iterator stops
-        the generation."""
+        """Yield the pieces of a reply as they are generated. Closing the iterator stops the generation."""
         body = {"messages": list(turns), "stream": True, **settings}
-        reason = ""
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -60,12 +58,10 @@ class Client:
                     if "error" in chunk:
                         raise EngineError(chunk["error"]["message"])
                     for choice in chunk["choices"]:
-                        reason = choice["finish_reason"] or reason
                         if text := choice["delta"].get("content"):
                             yield text
         except httpx.HTTPError as error:
             raise EngineError(f"the server at {self.address} does not answer: {error}") from error
-        return reason
 
     def score(self, turns: Sequence[Turn], alternatives: int = 0) -> list[ScoredToken]:
         """The scores of a completion's tokens: of the last message of a conversation, which must be the assistant's."""

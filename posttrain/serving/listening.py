@@ -164,12 +164,11 @@ def run(
             await server.serve([listening])
 
     try:
-        asyncio.run(serve())
+        with listening:
+            asyncio.run(serve())
     except KeyboardInterrupt:
         if not serving:  # while serving, Ctrl-C is the normal way to stop
             raise
-    finally:
-        listening.close()
 
 
 def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:

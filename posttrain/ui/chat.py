@@ -258,8 +258,7 @@ def _facts(models: Models, controls: Controls, talks: Sequence[Talk], seed: int)
     """The seed and the rewards of the last replies."""
     facts = [f"seed {seed}"]
     if controls.reward:
-        client = models.client(controls.reward, "auto")
-        rewards = client.rewards([talk.messages for talk in talks])
+        rewards = models.client(controls.reward, "auto").rewards([talk.messages for talk in talks])
         facts += [f"reward of {name} {value:.3f}" for name, value in zip("AB", rewards, strict=False)]
     return el("p", " · ".join(facts), class_="quiet")
 

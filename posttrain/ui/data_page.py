@@ -80,14 +80,12 @@ def _settings(viewer: Viewer, query: Query) -> tuple[Markup, str] | None:
             text = read_regular(run.folder / "config.yaml").decode()
         except (OSError, ValueError) as error:
             raise ConfigError(f"the settings of {name} cannot be read: {error}") from error
-        to_run = link(run.name, address("/run", run=run.name))
-        return el("h1", to_run, " ", el("small", f"data: {run.data}")), text
+        return el("h1", link(run.name, address("/run", run=run.name)), " ", el("small", f"data: {run.data}")), text
     if not any(key not in OWN for key, _ in query.pairs):
         return None
     made = draft(query, viewer.root)
     if made.config is None:
-        lines = [*made.problems.values(), *made.elsewhere]
-        raise ConfigError("\n".join(["these settings are incomplete:", *lines]))
+        raise ConfigError("\n".join(["these settings are incomplete:", *made.problems.values(), *made.elsewhere]))
     back = address("/new", **{key: value for key, value in query.pairs if key not in OWN})
     return el("h1", link("New run", back), " ", el("small", f"data: {made.name}")), made.text
 

@@ -266,8 +266,7 @@ def _field(setting: Setting, made: Draft) -> Markup:
     about = el("span", about if setting.default is not None else about.replace("null: ", "empty: "), class_="about")
     note = el("span", "needed" if missing else problem, class_="wrong") if missing or problem else None
     label = el("span", setting.path, class_="label")
-    look = "field invalid" if problem else "field"
-    return el("label", label, _control(setting, made), note, about, class_=look)
+    return el("label", label, _control(setting, made), note, about, class_="field invalid" if problem else "field")
 
 
 def _control(setting: Setting, made: Draft) -> Markup:

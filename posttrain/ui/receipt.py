@@ -99,10 +99,9 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     chosen = query.integer("token")
     if chosen is None or chosen >= len(tokens):
         chosen = pushed[0] if pushed else 0 if tokens else None
-    current = {colouring: "true"}
+    addresses = {name: query.but(PATH, colour=name, token=chosen) for name in colours}
     choices = [
-        el("span", link(name, query.but(PATH, colour=name, token=chosen), aria_current=current.get(name)))
-        for name in colours
+        el("span", link(name, at, aria_current="true" if name == colouring else None)) for name, at in addresses.items()
     ]
     return join(
         [

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
@@ -13,7 +14,7 @@ from posttrain.runs.summary import RunSummary
 from posttrain.ui.parts import Query, address, choice, entry, form, hidden, pager, search
 from posttrain.ui.receipt import completion_view, group_view, step_view
 from posttrain.ui.runs_page import run_links
-from posttrain.ui.search import SORTS, Index, Matches, words_of
+from posttrain.ui.search import SORTS, Index, words_of
 from posttrain.ui.viewer import Viewer
 
 PATH = "/rollouts"
@@ -96,7 +97,9 @@ def _overview(run: RunSummary, series: Series) -> Markup:
     ]
     text = "Click a curve to open that step: its groups, their completions, and the tokens."
     hint = el("p", text, class_="quiet") if any(charts) else None
-    return join([_falls(run, series), el("div", *charts, class_="charts four"), hint])
+    links = [link(f"step {at} ({by:+.3g})", address(PATH, run=run.name, step=at)) for at, by in falls(series)]
+    fell = el("p", "The reward fell most at ", join(links, ", "), ".") if links else None
+    return join([fell, el("div", *charts, class_="charts four"), hint])
 
 
 def falls(series: Series) -> list[tuple[int, float]]:
@@ -104,12 +107,6 @@ def falls(series: Series) -> list[tuple[int, float]]:
     steps, values = series.points("reward")
     changes = [(int(step), now - before) for step, before, now in zip(steps[1:], values, values[1:], strict=False)]
     return sorted((fall for fall in changes if -math.inf < fall[1] < 0), key=lambda fall: fall[1])[:FALLS]
-
-
-def _falls(run: RunSummary, series: Series) -> Markup | None:
-    steps = falls(series)
-    links = [link(f"step {step} ({change:+.3g})", address(PATH, run=run.name, step=step)) for step, change in steps]
-    return el("p", "The reward fell most at ", join(links, ", "), ".") if links else None
 
 
 def _search(viewer: Viewer, run: RunSummary, query: Query) -> Markup:
@@ -131,8 +128,8 @@ def _search(viewer: Viewer, run: RunSummary, query: Query) -> Markup:
         choice_of("verdict", "Verdict", "any") if choices["verdict"] else None, choice_of("ended", "Ended by", "any"),
         choice("sort", "Order", list(SORTS), query.choice("sort", tuple(SORTS))), hidden(query, "run"),
     )  # fmt: skip
-    matches = index.search(query, PAGE, PAGE * query.page)
-    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(run, matches, query))
+    results = _results(run, *index.search(query, PAGE, PAGE * query.page), query)
+    return el("section", el("h2", "Find rollouts"), controls, _progress(index), results)
 
 
 def _progress(index: Index) -> Markup | None:
@@ -144,8 +141,8 @@ def _progress(index: Index) -> Markup | None:
     return None
 
 
-def _results(run: RunSummary, matches: Matches, query: Query) -> Markup:
-    keys = [(match["step"], match["prompt"], match["rollout"]) for match in matches.rows]
+def _results(run: RunSummary, total: int, matches: Sequence[Mapping[str, Any]], query: Query) -> Markup:
+    keys = [(match["step"], match["prompt"], match["rollout"]) for match in matches]
     texts, words = _texts(run, keys), words_of(query.one("find"))
     gone = el("span", "no longer stored", class_="quiet")
     body = [
@@ -155,11 +152,11 @@ def _results(run: RunSummary, matches: Matches, query: Query) -> Markup:
             match["verdict"] or "–",
             gone if (text := texts.get(key)) is None else marked(text, words),
         ]
-        for key, match in zip(keys, matches.rows, strict=True)
+        for key, match in zip(keys, matches, strict=True)
     ]  # fmt: skip
     header = ["step · prompt · completion", "reward", "advantage", "tokens", "ended by", "verdict", "completion"]
     shown = table(header, body, numbers=(1, 2, 3), class_="results") if body else None
-    return join([pager(query, PATH, PAGE, matches.total, "completion"), shown])
+    return join([pager(query, PATH, PAGE, total, "completion"), shown])
 
 
 def _texts(run: RunSummary, keys: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], str]:

@@ -155,8 +155,7 @@ def save(viewer: Viewer, query: Query) -> str:
 
 def remove(viewer: Viewer, query: Query) -> str:
     """Delete the run. Raises RunError if it is running or other runs need it."""
-    run = _required(viewer, query)
-    delete(run.folder, [viewer.root])
+    delete(_required(viewer, query).folder, [viewer.root])
     viewer.runs.renew()
     return "/"
 

@@ -150,8 +150,7 @@ def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
         shown = el("span", f"{alarm} × {count:,}", class_="badge alarm")
         state.append(el("details", el("summary", shown), el("p", advice(alarm))))
     model = el("span", run.model, class_="clip", title=run.model)
-    size = in_units(run.size)
-    return [mark, name, state, result, spark(curve), steps, run.eta, run.method, model, size, started]
+    return [mark, name, state, result, spark(curve), steps, run.eta, run.method, model, in_units(run.size), started]
 
 
 def toggle(name: str, at: int | None, where: str) -> Markup:

@@ -10,9 +10,7 @@ import hashlib
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +27,6 @@ REST_S = 0.003  # seconds to pause after every step, so that pages are served me
 AGE_S = 2.0  # seconds after which the run's database is read again
 SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
 SORTS: dict[str, str] = table_beside(__file__, "search.yaml")
-
-
-@dataclass(frozen=True, slots=True)
-class Matches:
-    """The number of matching rollouts, and the rows of one page."""
-
-    total: int
-    rows: Sequence[Mapping[str, Any]]
 
 
 class Index:
@@ -64,14 +54,15 @@ class Index:
             started.join(wait)
         return self
 
-    def search(self, query: Query, limit: int = 50, offset: int = 0) -> Matches:
-        """The rollouts that match the filters in an address, among the steps indexed so far."""
+    def search(self, query: Query, limit: int = 50, offset: int = 0) -> tuple[int, list[dict[str, Any]]]:
+        """The number of rollouts that match the filters in an address, among the steps indexed so far, and the rows of
+        one page of them."""
         where, values = _conditions(query)
         order = SORTS[query.choice("sort", list(SORTS))]
         with closing(self._opened()) as connection:
             total = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()[0]
             page = f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-            return Matches(total, list(map(dict, connection.execute(page, (*values, limit, offset)))))
+            return total, list(map(dict, connection.execute(page, (*values, limit, offset))))
 
     def choices(self) -> dict[str, list[str]]:
         """The verdicts, finish reasons and reward parts that occur in the indexed steps."""

@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
-from posttrain.runs.atomic import remove, write_folder, writing
+from posttrain.runs.atomic import write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
 from posttrain.runs.files import is_regular, ready_to_write, save_json
 from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
@@ -126,12 +126,6 @@ def problems_of(snapshot: Path) -> list[str]:
     problems += [f"{name}: not in {FACTS}" for name in names if name not in facts["files"]]
     hashes = file_hashes(copy, [name for name in facts["files"] if name in names])
     return problems + [f"{name}: SHA-256 differs" for name, value in hashes.items() if value != facts["files"][name]]
-
-
-def drop(snapshot: Path) -> None:
-    if not (snapshot / COPY).is_dir():
-        raise RunError(f"there is no snapshot {snapshot}")
-    remove(snapshot)
 
 
 def _copy(source: Path, target: Path) -> None:
