@@ -27,16 +27,21 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    monkeypatch.setattr("time.monotonic", made := Clock())
+    return made
+
+
 def console(terminal: bool) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
     return Console(file=out, force_terminal=terminal, width=120, legacy_windows=False), out
 
 
-def test_lines_without_a_terminal():
+def test_lines_without_a_terminal(clock):
     shown, out = console(False)
-    clock = Clock()
     names = ("loss", "rewards/margins")
-    with TrainingProgress(40, start_step=20, logging_steps=10, shown=names, console=shown, clock=clock) as bar:
+    with TrainingProgress(40, start_step=20, logging_steps=10, shown=names, console=shown) as bar:
         for step in range(21, 41):
             clock.now += 2.0
             bar.step(step, 3000, {"loss": 1 / step, "rewards/margins": 0.25, "secret": 1} if step % 5 == 0 else {})
@@ -81,9 +86,8 @@ def test_a_validation_begins_with_the_main_metrics_and_shows_what_changed(caplog
     assert "eval_rewards/math/timeout 0  eval_rewards/left_out 0" in caplog.messages[0]
 
 
-def test_speed_is_that_of_the_last_minute():
-    clock = Clock()
-    bar = TrainingProgress(10_000, console=console(False)[0], clock=clock)
+def test_speed_is_that_of_the_last_minute(clock):
+    bar = TrainingProgress(10_000, console=console(False)[0])
     assert bar.tokens_per_second == 0 and bar.seconds_left is None
     for step in range(1, 201):
         clock.now += 10.0 if step <= 100 else 1.0  # slow at first: compiling, a cold disk
@@ -102,10 +106,7 @@ def test_a_bar_on_a_terminal():
     assert "step 10/20" not in text  # no lines beside the bar
 
 
-def test_short_work_shows_nothing_and_long_work_does(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("posttrain.base.console.time.monotonic", clock)
-
+def test_short_work_shows_nothing_and_long_work_does(clock):
     def work(count: int, seconds: float):
         for item in range(count):
             clock.now += seconds

@@ -80,8 +80,7 @@ def import_(
 
     if system is not None and system not in SYSTEMS:
         raise ConfigError(f"--from is {system!r}; {did_you_mean(system, SYSTEMS)}")
-    text = sys.stdin.read() if str(file) == "-" else read_text(file)
-    name = "stdin" if str(file) == "-" else str(file)
+    name, text = ("stdin", sys.stdin.read()) if str(file) == "-" else (str(file), read_text(file))
     source = parse(text, name, system, file.suffix in (".yaml", ".yml", ".json"))
     source.devices = devices or source.devices
     draft = convert(source, method)

@@ -9,6 +9,7 @@ from posttrain.base.terminal import harmless
 from posttrain.base.words import counted
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Html, cut
+from posttrain.runs.files import as_mapping
 from posttrain.runs.rollouts import NAME
 from posttrain.runs.stored_rollouts import StoredRun
 
@@ -48,22 +49,18 @@ def completions(folder: Path, config: Mapping[str, Any], missing: list[str], cou
 
 def _tags_of(config: Mapping[str, Any]) -> dict[str, Sequence[str]]:
     """The tags that each reward of the run searches for, by the name of the reward."""
-    data = _mapping(config.get("data"))
-    tags = [str(_mapping(data.get("tags")).get(name) or tag) for name, tag in TAGS.items()]
+    data = as_mapping(config.get("data"))
+    tags = [str(as_mapping(data.get("tags")).get(name) or tag) for name, tag in TAGS.items()]
     by_reward: dict[str, Sequence[str]] = {}
     for reward in config.get("rewards") or []:
         kind = reward.get("type") if isinstance(reward, Mapping) else reward
         if kind in TAGGED or kind == "r1_zero":
-            by_reward[str(_mapping(reward).get("name") or kind)] = R1_ZERO if kind == "r1_zero" else tags
+            by_reward[str(as_mapping(reward).get("name") or kind)] = R1_ZERO if kind == "r1_zero" else tags
     return by_reward
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _item(row: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Markup:
-    parts, facts = _mapping(row["parts"]), _mapping(row.get("facts"))
+    parts, facts = as_mapping(row["parts"]), as_mapping(row.get("facts"))
     about = [counted(row["length"], "token")] if row["length"] is not None else []
     if row.get("advantage") is not None:
         about.append(f"advantage {row['advantage']:+.3g}")
@@ -87,7 +84,7 @@ def _item(row: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Markup:
 
 def _part(name: str, part: object) -> Markup:
     """A part of the reward: its name, its value, its weight if that is not 1, and a rule's verdict."""
-    facts = _mapping(part)
+    facts = as_mapping(part)
     value, weight, verdict = facts.get("value"), facts.get("weight", 1.0), facts.get("verdict")
     text = f"{name} {'none' if value is None else f'{value:+.3g}'}"
     text += "" if weight in (1.0, None) else f" × {weight:g}"
@@ -104,7 +101,7 @@ def spans(text: str, parts: Mapping[str, Any], tags: Mapping[str, Sequence[str]]
             at = text.index(tag)
             yield at, at + len(tag), "tag"
     for part in parts.values():
-        answer = _mapping(part).get("extracted")
+        answer = as_mapping(part).get("extracted")
         answer = answer.strip() if isinstance(answer, str) else ""
         if answer and (at := text.rfind(answer)) >= 0:
             yield at, at + len(answer), "answer"

@@ -18,7 +18,7 @@ from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.series import FACTS, Series
 from posttrain.runs.checks import advice
-from posttrain.runs.files import flat, is_regular, open_regular, read_regular
+from posttrain.runs.files import as_mapping, flat, is_regular, open_regular, read_regular
 from posttrain.runs.finding import find_runs
 from posttrain.runs.metrics import NAME, of_method
 from posttrain.runs.progress import duration
@@ -68,7 +68,6 @@ def write_report(folder: Path, title: str = "", path: Path | None = None) -> Pat
 
 def run_page(run: ReportedRun) -> list[Section]:
     """The sections about one run, most important first."""
-    data = run.config.get("data") or {}
     after = [
         Text("Data", data_messages(run.folder), code=True),
         Table("Metrics", *metrics_table(run.series), folded=True),
@@ -79,7 +78,7 @@ def run_page(run: ReportedRun) -> list[Section]:
     rows = [[check.what, check.outcome, check.found] for check in run.checks]
     checks = Table("Checks", ["check", "outcome", "found"], rows)
     middle = [alarms([run]), checks, curves(run), *completions(run.folder, run.config, run.missing)]
-    return [Facts("Summary", summary(run, data)), messages("Not complete", run.missing), *middle, *after]
+    return [Facts("Summary", summary(run)), messages("Not complete", run.missing), *middle, *after]
 
 
 def cards(run: ReportedRun) -> dict[str, str]:
@@ -89,8 +88,8 @@ def cards(run: ReportedRun) -> dict[str, str]:
     return {"state": run.state, "steps": f"{run.step:,}", **time, **headlines}
 
 
-def summary(run: ReportedRun, data: Any) -> dict[str, Any]:
-    source = data.get("source") if isinstance(data, dict) else None
+def summary(run: ReportedRun) -> dict[str, Any]:
+    source = as_mapping(run.config.get("data")).get("source")
     entries = source if isinstance(source, list) else [source]
     sources = [entry.get("source") if isinstance(entry, dict) else entry for entry in entries if entry is not None]
     lora = [(model.get("lora") or {}) for model in run.model_settings]

@@ -293,9 +293,7 @@ def is_hopeless(curve: Curve, earlier: Sequence[Curve], lower_is_better: bool) -
 
 
 def _worst(value: float | None, lower_is_better: bool) -> float:
-    if value is None or not math.isfinite(value):
-        return math.inf if lower_is_better else -math.inf
-    return value
+    return (math.inf if lower_is_better else -math.inf) if value is None else value
 
 
 def curve_of(lines: Sequence[Mapping[str, float | None]], metric: str) -> list[tuple[int, float | None]]:

@@ -220,9 +220,9 @@ class Training:
         """Update `steps` and `moved`."""
         if time.monotonic() > self._search_at:
             self._runs, self._search_at = find_runs(self.root), time.monotonic() + 0.1
-        changed = [run for run in self._runs if _identity(run) != self._known.get(run, (0, 0))]
-        if changed:
-            self._known |= {run: _identity(run) for run in changed}
+        known = {run: _identity(run) for run in self._runs}
+        if known != self._known:
+            self._known = known
             with suppress(FileNotFoundError):  # a run that starts again
                 self.steps = sum(last_metrics(run).get("step", 0) for run in self._runs)
             self.moved |= self.steps > self._base

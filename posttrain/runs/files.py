@@ -131,6 +131,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, otherwise an empty one: entries of a damaged file may have any type."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
     """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. With `lists`, lists are flattened too, by index."""
     leaves: dict[str, Any] = {}

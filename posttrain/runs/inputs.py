@@ -23,7 +23,7 @@ from posttrain.config.reading.layers import Layers
 from posttrain.models.adapters import base_settings
 from posttrain.models.load import load_config
 from posttrain.runs.checkpoint import MANIFEST, file_hashes
-from posttrain.runs.files import flat, load_json
+from posttrain.runs.files import as_mapping, flat, load_json
 from posttrain.runs.finding import is_inside
 
 START, REFERENCES = "models.0.path", ("method.ref_model", "method.teacher")
@@ -101,8 +101,7 @@ def as_recorded(config: RunConfig, folder: Path) -> RunConfig:
 
 def _provenance(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
-    facts = load_json(path) if path.exists() else {}
-    return facts.get("provenance", {}) if isinstance(facts, dict) else {}
+    return as_mapping(load_json(path) if path.exists() else {}).get("provenance", {})
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:

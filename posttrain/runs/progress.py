@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from rich.console import Console
@@ -37,13 +37,11 @@ class TrainingProgress:
         logging_steps: int = 10,
         shown: Sequence[str] = ("loss",),
         console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._total, self._step, self._logging_steps, self._shown = total_steps, start_step, logging_steps, shown
         self._console = console or PlainConsole(stderr=True)
-        self._clock = clock
         self._tokens = 0
-        self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
+        self._marks = deque([(time.monotonic(), start_step, 0)])  # time (s), step, tokens since the start
         self._values: dict[str, Any] = {}
         self._validated: Mapping[str, Any] = {}  # the metrics of the last validation
         facts = TextColumn("{task.fields[facts]}", table_column=Column())  # this column wraps on a narrow terminal
@@ -65,7 +63,7 @@ class TrainingProgress:
         """Report that `step` is done, with its tokens and metrics."""
         self._step, self._tokens = step, self._tokens + tokens
         self._values = {name: metrics[name] for name in self._shown if name in metrics}
-        self._marks.append((self._clock(), step, self._tokens))
+        self._marks.append((time.monotonic(), step, self._tokens))
         while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] > SPEED_WINDOW_S:
             self._marks.popleft()
         facts = self._facts()

@@ -23,6 +23,7 @@ from posttrain.base.errors import RunError
 from posttrain.base.pieces import Decoder, pieces
 from posttrain.base.words import by_key
 from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.files import as_mapping
 from posttrain.runs.stored_rollouts import StoredRun, trained_tokens
 from posttrain.runs.summary import RunSummary
 
@@ -112,10 +113,9 @@ class StoredPart:
 
     @classmethod
     def of(cls, part: Any) -> StoredPart:
-        facts = part if isinstance(part, Mapping) else {}
-        value, weight, verdict, extracted, extra = map(facts.get, ("value", "weight", "verdict", "extracted", "extra"))
-        extra = extra if isinstance(extra, Mapping) else {}
-        return cls(value, 1.0 if weight is None else weight, verdict, extracted, extra)
+        names = ("value", "weight", "verdict", "extracted", "extra")
+        value, weight, verdict, extracted, extra = map(as_mapping(part).get, names)
+        return cls(value, 1.0 if weight is None else weight, verdict, extracted, as_mapping(extra))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.files import read_yaml
 from posttrain.base.words import model_name
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
-from posttrain.runs.files import load_json, open_regular, read_regular
+from posttrain.runs.files import as_mapping, load_json, open_regular, read_regular
 from posttrain.runs.finding import measured_runs, size_of
 from posttrain.runs.folder import Notes, check_run_folder, is_locked, read_facts, read_notes
 from posttrain.runs.metrics import first_latest, headline_metrics, headlines, latest_metrics
@@ -180,11 +180,10 @@ class RunSummary:
         in a twentieth of the time that parsing takes; any other YAML is parsed."""
         if (quick := _quick_head(self.settings)) is not None:
             return quick
-        method, data = self.config.get("method"), self.config.get("data")
+        method, source = as_mapping(self.config.get("method")), as_mapping(self.config.get("data")).get("source")
         names = [str(model.get("name") or model_name(str(model.get("path", "?")))) for model in self.model_settings]
-        source = data.get("source") if isinstance(data, dict) else None
         return (
-            str(method.get("type", "?") if isinstance(method, dict) else "?"),
+            str(method.get("type", "?")),
             ", ".join(names) or "?",
             source if isinstance(source, str) else json.dumps(source, ensure_ascii=False, default=str),
         )

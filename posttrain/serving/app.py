@@ -84,7 +84,7 @@ def _add_completions(app: FastAPI, host: Host) -> None:
         form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         job.processed = recorder is not None
-        replies = Replies(form, policy.tokenizer, [job], policy.stops, codec)
+        replies = Replies(form, policy, [job], codec)
         if recorder is None or turn is None:
             return await _replied(request, body, policy, replies)
         record = partial(recorder.replied, turn, stops=job.sampling.stop)
@@ -114,7 +114,7 @@ def _add_completions(app: FastAPI, host: Host) -> None:
         if body.echo:
             return await _while_there(request, _echoed(policy, body, prompts, form))
         jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts]
-        return await _replied(request, body, policy, Replies(form, policy.tokenizer, jobs, policy.stops))
+        return await _replied(request, body, policy, Replies(form, policy, jobs))
 
 
 def _add_scores(app: FastAPI, host: Host) -> None:
@@ -270,7 +270,7 @@ async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
 async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[list[int]], form: Form) -> Json:
     """The JSON object of completions that begin with their prompts."""
     jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts] if body.max_tokens else []
-    replies = Replies(form, policy.tokenizer, jobs, policy.stops)
+    replies = Replies(form, policy, jobs)
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:

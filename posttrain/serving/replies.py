@@ -9,12 +9,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from transformers import PreTrainedTokenizerBase
-
 from posttrain.data.codec import Codec
 from posttrain.engines import Completion, text_of
 from posttrain.engines.live import Ended, Event, Failed, Job
-from posttrain.serving.host import TokenScore
+from posttrain.serving.host import Policy, TokenScore
 from posttrain.serving.texts import Report, ReportedToken, Streamed, TokenText, cut
 from posttrain.serving.wire import Json
 
@@ -37,15 +35,8 @@ class Form:
 class Replies:
     """Builds the replies to a request from engine events. `jobs`: one per prompt, in order, with `n` completions."""
 
-    def __init__(
-        self,
-        form: Form,
-        tokenizer: PreTrainedTokenizerBase,
-        jobs: Sequence[Job],
-        stop_token_ids: Sequence[int],
-        codec: Codec | None = None,
-    ):
-        self.form, self.tokenizer, self.jobs, self.stop_token_ids = form, tokenizer, jobs, tuple(stop_token_ids)
+    def __init__(self, form: Form, policy: Policy, jobs: Sequence[Job], codec: Codec | None = None):
+        self.form, self.jobs, self.tokenizer, self.stop_token_ids = form, jobs, policy.tokenizer, policy.stops
         self.codec = codec  # reads tool calls; None: there are no tools
         *starts, self.total = accumulate((job.sampling.num_generations for job in jobs), initial=0)
         self.first = dict(zip(jobs, starts, strict=True))

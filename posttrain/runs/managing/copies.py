@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER, beside, settle
+from posttrain.base.system import sync
 from posttrain.base.words import in_units
 from posttrain.runs.atomic import write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
@@ -179,11 +180,9 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     with held(runs), writing(path, full="free some space, or give another path with --output"):
         try:
             settle(path.parent, path.name)  # removes what a killed export left
-            with open(temporary, "wb") as file:
-                with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    sizes = list(_add(archive, home, home.name, home, checkpoints))
-                file.flush()
-                os.fsync(file.fileno())
+            with tarfile.open(temporary, kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
+                sizes = list(_add(archive, home, home.name, home, checkpoints))
+            sync(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

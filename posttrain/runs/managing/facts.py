@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.base.terminal import visible
 from posttrain.base.words import in_units
 from posttrain.runs.checkpoint import MODELS, list_checkpoints, saved_step, verify
-from posttrain.runs.files import bits, flat, load_json, load_tensors
+from posttrain.runs.files import as_mapping, bits, flat, load_json, load_tensors
 from posttrain.runs.finding import links_in, short
 from posttrain.runs.metrics import latest_metrics, read_metrics
 from posttrain.runs.progress import duration
@@ -101,8 +101,7 @@ def _versions(run: Path) -> dict[str, Any]:
     """What a run was made with: versions, machine, commit, data, content of models."""
     provenance = read_run(run).provenance
     facts = {name: value for name, value in provenance.items() if name not in NO_VERSIONS}
-    models = provenance.get("models")
-    for setting, model in (models if isinstance(models, dict) else {}).items():
+    for setting, model in as_mapping(provenance.get("models")).items():
         facts[f"content of {setting}"] = model.get("content") if isinstance(model, dict) else model
     return flat(facts, lists=True)
 

@@ -2,7 +2,7 @@
 Runs refer to the models that they start from or read, to the base of adapters, and to files of rows."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.words import by_key, counted
 from posttrain.runs.atomic import write_file
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
-from posttrain.runs.files import flat, load_json, read_regular, save_json
+from posttrain.runs.files import as_mapping, flat, load_json, read_regular, save_json
 from posttrain.runs.finding import BASE, SWEEP, checked_name, find_runs, folders_of, held, root_of, short
 from posttrain.runs.managing.copies import is_copy, original_of, snapshots_of
 from posttrain.runs.summary import RunSummary
@@ -80,12 +80,10 @@ def _others(targets: Iterable[Path], beside: Iterable[Path]) -> Iterator[Path]:
 
 def _needs(folder: Path, names: set[str]) -> Iterator[Need]:
     """What a run refers to. Its settings are parsed only if they contain one of the `names`."""
-    provenance = _json(folder / "run.json").get("provenance")
-    provenance = provenance if isinstance(provenance, dict) else {}
+    provenance = as_mapping(_json(folder / "run.json").get("provenance"))
     started_in = Path(str(provenance.get("folder") or "."))
     home = original_of(folder)  # a snapshot's relative paths are those of the run
-    models = provenance.get("models")
-    recorded = [(setting, facts) for setting, facts in (models if isinstance(models, dict) else {}).items()]
+    recorded = list(as_mapping(provenance.get("models")).items())
     if _mentions(folder / "config.yaml", names):
         recorded += [
             (setting, {"path": value})
@@ -122,12 +120,11 @@ def _mentions(path: Path, names: set[str]) -> bool:
     return any(name in text or not name.isascii() or " " in name for name in names)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> Mapping[str, Any]:
     try:
-        data = load_json(path) if path.is_file() else {}
+        return as_mapping(load_json(path)) if path.is_file() else {}
     except RunError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
 @dataclass(slots=True)
