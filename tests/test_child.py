@@ -85,7 +85,7 @@ from posttrain.base.child import Child
 watching = "from posttrain.base.child import end_with_parent as end\\nimport time\\nend()\\ntime.sleep(60)"
 reading = "import sys; sys.stdin.read()"
 children = [Child([sys.executable, "-c", code], session=True) for code in (watching, reading)]
-print(*(child.pid for child in children), flush=True)
+print(*(child._process.pid for child in children), flush=True)
 time.sleep(60)
 """
 

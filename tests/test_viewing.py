@@ -349,7 +349,7 @@ def indexed(tmp_path) -> Index:
 
 def test_rollouts_are_found_by_words_phrases_and_numbers(indexed):
     def count(**filters) -> int:
-        return indexed.search(Query(tuple((name, str(value)) for name, value in filters.items()))).total
+        return indexed.search(Query(tuple((name, str(value)) for name, value in filters.items())))[0]
 
     assert indexed.problem == "" and count() == 6
     assert count(find="cat") == 2 and count(find='"cat 2"') == 1 and count(find="ca") == 2  # the last may go on
@@ -359,7 +359,7 @@ def test_rollouts_are_found_by_words_phrases_and_numbers(indexed):
     assert count(verdict="correct") == 2 and count(row=8) == 2 and count(ended="length") == 0
     assert count(part="exact", least=0.5) == 2 and count(most=0.5) == 4 and count(shortest=4) == 2
     assert count(**{"from": 2, "to": 2, "longest": 3}) == 2
-    top = indexed.search(parse("?sort=largest+push")).rows[0]
+    top = indexed.search(parse("?sort=largest+push"))[1][0]
     assert top["length"] == 9 and top["push"] == pytest.approx(
         np.sum(0.5 * (1 - np.exp(np.linspace(-2, -0.5, 9)))), rel=1e-5
     )
@@ -370,8 +370,8 @@ def test_a_resumed_run_is_indexed_again_and_the_run_is_not_touched(indexed):
     write(indexed.run, {2: [rollout(0, 0, "a fox", 1.0)]}, after=1)
     before = {path.name: path.stat().st_mtime_ns for path in indexed.run.iterdir()}
     again = Index(indexed.run, indexed.path.parent).refresh(wait=20)
-    assert again.search(parse("?find=fox")).total == 1 and again.search(parse("?find=cat")).total == 1
-    assert again.search(Query()).total == 4
+    assert again.search(parse("?find=fox"))[0] == 1 and again.search(parse("?find=cat"))[0] == 1
+    assert again.search(Query())[0] == 4
     assert {path.name: path.stat().st_mtime_ns for path in indexed.run.iterdir()} == before
 
 
@@ -382,12 +382,12 @@ def test_damage_and_locks_are_said(indexed, tmp_path, monkeypatch):
         file.unlink()
     indexed.path.write_bytes(b"no database " * 999)  # the index: made again
     again = Index(indexed.run, cache).refresh(wait=20)
-    assert again.problem == "" and again.search(Query()).total == 6
+    assert again.problem == "" and again.search(Query())[0] == 6
     database = indexed.run / "rollouts.sqlite"
     whole = database.read_bytes()
     database.write_bytes(whole[: len(whole) // 2])
     assert "rollouts.sqlite" in (cut := Index(indexed.run, cache).refresh(wait=20)).problem
-    assert cut.search(Query()).total == 6  # what was read before
+    assert cut.search(Query())[0] == 6  # what was read before
     database.write_bytes(whole)
     with sqlite3.connect(database) as other:
         other.execute("PRAGMA journal_mode = DELETE")

@@ -220,7 +220,7 @@ def test_a_run_records_what_its_checks_found(shared, sums_home, tmp_path):
     """Each check that ran, with its largest value and limit; one that does not apply is not there."""
 
     def recorded(folder):
-        return {name: found for name, found in read_run(folder).facts["checks"].items() if not found["failed"]}
+        return {name: found for name, found in read_run(folder).recorded_checks.items() if not found["failed"]}
 
     (tmp_path / "dpo").mkdir()
     pairs = recorded(run(tmp_path / "dpo", **dpo(shared, shared / "models/stories260K")))
@@ -246,7 +246,7 @@ def test_a_check_that_fails_is_recorded_as_failed(sums_home, tmp_path, monkeypat
     with pytest.raises(VitalSignError, match="no trained tensor moved"):
         train(sums_home, tmp_path, {"beta": 0.0})
     info = read_run(tmp_path / "run")
-    outcomes = {one.what: one.outcome for one in checks_of(info.facts.get("checks"), "grpo", 0)}
+    outcomes = {one.what: one.outcome for one in checks_of(info.recorded_checks, "grpo", 0)}
     assert info.state == "failed"
     assert [what for what, outcome in outcomes.items() if outcome == "failed"] == [
         "The first update changes trained tensors, and no frozen one"

@@ -69,8 +69,7 @@ def find_function(name: str) -> Callable[..., Any]:
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
     from importlib.metadata import entry_points  # help and lists do not need it
 
-    offered = {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
-    allowed = name in offered
+    allowed = name in {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
     program = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.executable).resolve()
     own = [] if _is_library(program) else [program.parent]  # the folder of a user's script
     folders = [Path.cwd(), *settings_folders(), *own]

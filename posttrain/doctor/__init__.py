@@ -195,8 +195,7 @@ def work() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     faulthandler.enable(all_threads=False)
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     targets = json.loads(jobs.readline())
     threading.Thread(target=lambda: (jobs.read(), os._exit(0)), daemon=True).start()

@@ -18,7 +18,8 @@ from posttrain.base.files import put_file, put_folder, table_beside
 from posttrain.base.imports import installing
 from posttrain.base.words import counted, in_units
 from posttrain.doctor.checks import Broken, Found, version_of
-from posttrain.runs.folder import FolderLock, is_locked
+from posttrain.runs.finding import held
+from posttrain.runs.folder import is_locked
 
 LEAST_FREE_BYTES = 5_000_000_000  # below this a checkpoint or a model may not fit
 SLOW_BYTES_PER_SECOND = 20e6
@@ -142,11 +143,8 @@ def _complete_files(folder: Path) -> None:
 
 def _locks(folder: Path) -> bool:
     """Whether the file system has locks. Raises Broken if a lock does not keep others out."""
-    lock = FolderLock(folder)
-    try:
+    with held([folder]):
         locked = is_locked(folder)
-    finally:
-        lock.release()
     if locked is False:
         raise Broken("a lock does not keep others out", "choose a local disk")
     return locked is not None

@@ -170,8 +170,7 @@ class RankWatch:
             return
         _, host, *fields = json.loads(line)
         position = Position(*fields)
-        since = before.since if before.position == position else now
-        self._beats[rank] = Beat(line, now, position, since, host)
+        self._beats[rank] = Beat(line, now, position, before.since if before.position == position else now, host)
 
     def _judge(self) -> None:
         last = time.monotonic()

@@ -105,7 +105,6 @@ def sample_replies(
     settings = ModelConfig(path=str(model))
     tokenizer = load_tokenizer(settings)
     policy = load_model(settings, "lm", torch.float32, torch.device("cpu"))
-    engine = EmbeddedEngine(policy)
     sampling = Sampling(
         temperature=0.0 if seed is None else 1.0,
         max_completion_length=LONGEST,
@@ -116,7 +115,7 @@ def sample_replies(
     tokens = tokenizer(prompts, add_special_tokens=False).input_ids
     seeds = [seed_of(seed or 0, index) for index in range(len(problems))]
     with counter(what, len(problems)) as count:
-        groups = engine.generate(tokens, sampling, seeds=seeds, finished=lambda *_: count())
+        groups = EmbeddedEngine(policy).generate(tokens, sampling, seeds=seeds, finished=lambda *_: count())
     replies = []
     for problem, prompt, group in zip(problems, tokens, groups, strict=True):
         for completion in group:

@@ -98,10 +98,9 @@ def write_curves(folder: Path, path: Path, title: str) -> None:
     panels = [(panel, lines) for panel in PANELS if (lines := list(lines_of(panel, series, "step")))]
     columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
     rows = max(1, math.ceil(len(panels) / columns))
-    width, height = WIDE * columns, HIGH * rows + (0.45 if title else 0.1)
+    width, height = WIDE * columns, HIGH * rows + 0.45
     figure = Figure(figsize=(width, height), dpi=130, facecolor=LIGHT.ground)
-    if title:
-        figure.suptitle(_plain(title), color=LIGHT.ink, fontsize=12, fontweight="bold", y=1 - 0.15 / height, va="top")
+    figure.suptitle(_plain(title), color=LIGHT.ink, fontsize=12, fontweight="bold", y=1 - 0.15 / height, va="top")
     for index, (panel, lines) in enumerate(panels):
         row, column = divmod(index, columns)
         left, bottom = WIDE * column + LEFT, HIGH * (rows - 1 - row) + BELOW

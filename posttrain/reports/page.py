@@ -116,8 +116,7 @@ def cut(text: str, limit: int) -> str | list[Markup | str]:
     if more <= 0:
         return text
     end = limit // 4
-    gap = el("span", f" … {more:,} characters cut … ", class_="cut")
-    return [text[: limit - end], gap, text[len(text) - end :]]
+    return [text[: limit - end], el("span", f" … {more:,} characters cut … ", class_="cut"), text[len(text) - end :]]
 
 
 def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], limit: int) -> str:

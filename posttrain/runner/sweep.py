@@ -176,7 +176,7 @@ def _report(sweep: Sweep) -> None:
     console.print(table(sweep))
     if "seed" in sweep.trials[0].settings:
         console.print(over_seeds(sweep))
-    write_picture(sweep)
+    write_picture(sweep, ended)
     _compare(sweep, console)
     if sweep.best is not None:
         console.print(f"best: {sweep.root / sweep.best.name}", soft_wrap=True)
@@ -238,9 +238,8 @@ def over_seeds(sweep: Sweep) -> Table:
     return shown
 
 
-def write_picture(sweep: Sweep) -> None:
+def write_picture(sweep: Sweep, ended: Sequence[Trial]) -> None:
     """Write sweep.svg: the metric over the steps, and its last value plotted over each of the first swept settings."""
-    ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
     names = list(trials.short_names(list(sweep.trials[0].settings)).items())[:PANELS]
     title = f"{sweep.metric} over the steps (best: blue, stopped early: dashed)"
     drawings = [chart(list(_curves(sweep, ended)), title, keys=False)]

@@ -303,8 +303,7 @@ def curve_of(lines: Sequence[Mapping[str, float | None]], metric: str) -> list[t
 
 def planned(sweep: Sweep) -> Table:
     """The table of trials before they run, with the state of trials that an earlier sweep started."""
-    names = short_names(list(sweep.trials[0].settings))
-    shown = text_table("folder", *names.values(), "", left=TEXTS)
+    shown = text_table("folder", *short_names(list(sweep.trials[0].settings)).values(), "", left=TEXTS)
     for trial in sweep.trials:
         shown.add_row(trial.name, *trial.settings.values(), "" if trial.state == WAITING else trial.state)
     return shown

@@ -68,8 +68,7 @@ def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> lis
         if needed is not None and not getattr(settings, needed):
             continue
         if isinstance(facts, Mapping):
-            outcome = FAILED if facts.get("failed") else PASSED
-            checks.append(Check(what, outcome, f"{when}: {described(facts)}"))
+            checks.append(Check(what, FAILED if facts.get("failed") else PASSED, f"{when}: {described(facts)}"))
         elif recorded is None and step > 0:
             checks.append(Check(what, UNRECORDED, f"{when}: the run's version recorded no checks"))
         else:

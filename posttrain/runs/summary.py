@@ -108,13 +108,16 @@ class RunSummary:
         return self.facts.get("counters", {})
 
     @property
+    def recorded_checks(self) -> dict[str, Any] | None:
+        """The result of each check; None if the run's version of posttrain recorded none."""
+        return checks if isinstance(checks := self.facts.get("checks"), dict) else None
+
+    @property
     def checks(self) -> list[Check]:
         """Every check of the method, with its result; empty if run.json is damaged."""
         from posttrain.runs.checks import checks_of
 
-        recorded = self.facts.get("checks")  # None if the run's version of posttrain recorded none
-        recorded = recorded if isinstance(recorded, dict) else None
-        return checks_of(recorded, self.method, self.step) if self.facts else []
+        return checks_of(self.recorded_checks, self.method, self.step) if self.facts else []
 
     @cached_property
     def changed(self) -> float:

@@ -84,8 +84,7 @@ class Commands:
         self._outputs[key] = output
 
     def _run(self, arguments: Sequence[str]) -> Output:
-        narrow = environment() | {"COLUMNS": str(COLUMNS)}
-        with Child(command(arguments), environment=narrow, session=True) as child:
+        with Child(command(arguments), environment=environment() | {"COLUMNS": str(COLUMNS)}, session=True) as child:
             self._child = child
             try:
                 printed, code = child.output(DEADLINE_S), child.status(DEADLINE_S)

@@ -10,6 +10,7 @@ from posttrain.evaluation.comparing.differences import Difference, Flip, Suite, 
 from posttrain.evaluation.comparing.page import HOW, differences_table, interval, notes, values_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
+from posttrain.runs.files import as_mapping
 from posttrain.runs.receipt import shown_turns
 from posttrain.ui.parts import Query, address, choice, contains, form, hidden, pager, search
 from posttrain.ui.receipt import said
@@ -117,15 +118,13 @@ def _facts(facts: Mapping[str, Any]) -> Markup:
     counts = ("items", "answers", "graded", "truncated")
     shown |= {name: number(facts[name]) for name in counts if facts.get(name) is not None}
     shown |= {"items": facts["partial"]} if facts.get("partial") else {}
-    ungraded = facts.get("ungraded") or {}
-    missing = [f"{reason}: {count:,}" for reason, count in ungraded.items()] if isinstance(ungraded, dict) else []
+    missing = [f"{reason}: {count:,}" for reason, count in as_mapping(facts.get("ungraded")).items()]
     return join([cards(shown), message(f"Not graded: {'; '.join(missing)}", "warning") if missing else None])
 
 
 def _four_classes(facts: Mapping[str, Any]) -> Markup | None:
     """The number and share of completions in each class: format right or wrong, answer right or wrong."""
-    counts = facts.get("classes")
-    if not isinstance(counts, dict) or not counts:
+    if not (counts := as_mapping(facts.get("classes"))):
         return None
     whole = sum(counts.values()) or 1
     cell = {name: f"{counts.get(name, 0):,}  ({counts.get(name, 0) / whole:.0%})" for name in CLASSES}
@@ -134,8 +133,7 @@ def _four_classes(facts: Mapping[str, Any]) -> Markup | None:
 
 
 def _groups(facts: Mapping[str, Any]) -> Markup | None:
-    groups = facts.get("groups")
-    if not isinstance(groups, dict) or not groups:
+    if not (groups := as_mapping(facts.get("groups"))):
         return None
     rows = [
         [name, number(value := group.get("value"), 3), interval_bar(_float(value)), number(group.get("items"))]
