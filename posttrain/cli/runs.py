@@ -1,8 +1,6 @@
 """`posttrain runs` and `posttrain report`: listing, showing, naming and reporting runs; runs_disk.py deletes and copies
 them. Does not import torch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

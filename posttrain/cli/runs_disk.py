@@ -1,7 +1,5 @@
 """`posttrain runs`: deleting, pruning, snapshots and archives. Does not import torch."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from datetime import datetime

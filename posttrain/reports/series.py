@@ -1,13 +1,12 @@
 """The curves of a run: `metrics.jsonl` as columns, read incrementally. Damaged lines are counted."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from posttrain.runs.files import open_regular, read_regular
 from posttrain.runs.metrics import NAME, line_of
@@ -34,7 +33,7 @@ class Series:
         self._line = {name: array("d") for name in AXES}
         self._columns: dict[str, tuple[array, array]] = {}  # metric -> line numbers, values
 
-    def refresh(self) -> Series:
+    def refresh(self) -> Self:
         with self._lock:
             try:
                 facts = self.path.stat()

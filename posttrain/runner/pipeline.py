@@ -5,8 +5,6 @@ stages exists only if there are several. A stage that starts from another stage 
 an adapter there is merged if the stage needs a full model.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +43,7 @@ class Task:
     stage: str
     config: RunConfig
     folder: Path
-    source: Task | None
+    source: "Task | None"
     skip: bool
     outcome: str = NOT_RUN
     note: str = ""

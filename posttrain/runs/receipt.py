@@ -6,8 +6,6 @@ push is 0 where the ratio was clipped, and near 0 where the token was already al
 pages show the same receipt.
 """
 
-from __future__ import annotations
-
 import json
 import stat
 import threading
@@ -15,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -55,7 +53,7 @@ class TokenNumbers:
     stored: dict[str, np.ndarray]  # by the labels of STORED
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> TokenNumbers:
+    def of(cls, row: Mapping[str, Any]) -> Self:
         """Read a row of `StoredRun.rollouts`."""
         count, trained = len(row["tokens"]), trained_tokens(row)
 
@@ -112,7 +110,7 @@ class StoredPart:
         return " ".join(filter(None, (written, self.verdict, f"({self.extracted})" if self.extracted else None)))
 
     @classmethod
-    def of(cls, part: Any) -> StoredPart:
+    def of(cls, part: Any) -> Self:
         names = ("value", "weight", "verdict", "extracted", "extra")
         value, weight, verdict, extracted, extra = map(as_mapping(part).get, names)
         return cls(value, 1.0 if weight is None else weight, verdict, extracted, as_mapping(extra))
@@ -184,7 +182,7 @@ class CompletionReceipt:
     trunk: int | None  # of an episode that branches: the completion whose first turns it shares
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> CompletionReceipt:
+    def of(cls, row: Mapping[str, Any]) -> Self:
         """Read a row of `StoredRun.rollouts`. The `finish_reason` of an episode is its stop reason."""
         columns = ("rollout_index", "completion", "tokens", "reward", "advantage")
         parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}

@@ -1,7 +1,5 @@
 """Rows for training from stored rollouts: the best completions, pairs of a better and a worse one, or labelled ones."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Reads a run's stored rollouts and evaluations."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

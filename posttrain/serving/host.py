@@ -1,7 +1,5 @@
 """The models that a server hosts: a policy behind the live engine, its adapters, and a reward model."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -10,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -265,7 +263,7 @@ class Host:
     recorder: Recorder | None = None
 
     @classmethod
-    async def start(cls, served: Served) -> Host:
+    async def start(cls, served: Served) -> Self:
         is_reward = is_reward_model(served.model)
         reward = served.reward_model or (served.model.path if is_reward else None)
         rewards = None if reward is None else Rewards(reward, served.devices)

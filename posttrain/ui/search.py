@@ -4,15 +4,13 @@ The run's database is only read. A thread adds whole steps to the index. Steps t
 recognised by their fingerprints and read again. The index can be deleted at any time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sqlite3
 import threading
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from posttrain.base.errors import PosttrainError
 from posttrain.base.files import table_beside
@@ -41,7 +39,7 @@ class Index:
         self._lock, self._updated = threading.Lock(), -AGE_S
         self._thread: threading.Thread | None = None
 
-    def refresh(self, wait: float = 0.0) -> Index:
+    def refresh(self, wait: float = 0.0) -> Self:
         """Start reading new steps and wait for at most `wait` seconds. Does nothing if the thread is still reading, or
         ended less than AGE_S ago."""
         started = None
