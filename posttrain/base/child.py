@@ -49,6 +49,8 @@ class Child:
             env=environment,
             start_new_session=session,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -136,20 +138,17 @@ class Child:
             self._errors.close()
 
     def _close_input(self) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # unread input is discarded
-            self._process.stdin.close()
+            self._input.close()
 
     def _write(self, lines: Iterable[bytes]) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the child has ended, which `line` reports
-            self._process.stdin.writelines(lines)
-            self._process.stdin.flush()
+            self._input.writelines(lines)
+            self._input.flush()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            for line in output:
+        with self._output:
+            for line in self._output:
                 self._lines.put(line)
         self._lines.put(b"")
 

@@ -5,8 +5,6 @@ first rank's line. A rank that dies is usually noticed earlier, because an excha
 exchange and the main threads of all other ranks; so do two ranks that wait for each other in different exchanges.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
+
+from torch.distributed import Store
 
 from posttrain.base.errors import RankError
 from posttrain.base.log import log
 from posttrain.base.terminal import say
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 BEAT_S = 1.0  # seconds between two heartbeats
 SILENCE_S = 30.0  # seconds without a heartbeat until a rank is lost; in different exchanges until ranks are out of step

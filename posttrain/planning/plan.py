@@ -27,7 +27,6 @@ from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate, exchanged
 from posttrain.planning.largest import FirstEpoch, probe
 from posttrain.recipes import check_functions
-from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import learning_rate_at, warmup_count
 from posttrain.training.order import epoch_order
@@ -57,7 +56,7 @@ class StageTokenizers:
         """Use the tokenizer that a finished stage saved, or the model's tokenizer if the stage saved none."""
         config, model = stage.config, stage.config.models[self._model]
         root = Path(config.output_dir).expanduser() / (config.name or "")
-        final = run_folder(root, stage, self._model, several_stages=True) / "final"
+        final = stage.folder(root, self._model, several_stages=True) / "final"
         if config.name and final.is_dir():
             self._of[stage.name] = load_tokenizer(model.model_copy(update={"path": str(final), "revision": None}))
 

@@ -30,7 +30,6 @@ from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, Line, chart, intervals
 from posttrain.reports.drawing import Drawing, write_drawings
 from posttrain.runs.files import load_json, save_json
-from posttrain.runs.folder import run_folder
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.stored_rollouts import StoredRun
@@ -73,7 +72,7 @@ def compare_methods(root: Path, stages: Sequence[Stage]) -> None:
     """For every model, write `comparison/` in the folder of the runs and print its tables, without failed runs."""
     models = stages[0].config.models
     for index, model in enumerate(models):
-        folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}
+        folders = {stage.name: stage.folder(root, index, several_stages=True) for stage in stages}
         finished = {name: folder for name, folder in folders.items() if RunSummary(folder).state == "finished"}
         if not finished:
             continue

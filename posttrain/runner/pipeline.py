@@ -23,7 +23,7 @@ from posttrain.reports.report import write_pipeline_report
 from posttrain.runs.atomic import write_file
 from posttrain.runs.checkpoint import verify
 from posttrain.runs.files import load_json
-from posttrain.runs.folder import never_stepped, run_folder
+from posttrain.runs.folder import never_stepped
 from posttrain.runs.inputs import refuse_other_models
 from posttrain.runs.metrics import headlines
 from posttrain.runs.progress import duration
@@ -89,7 +89,7 @@ class Pipeline:
         done: dict[str, Task] = {}
         for stage in held_out_together(self.stages):
             model = stage.config.models[index]
-            folder = run_folder(self.root, stage, index, several_stages=len(self.stages) > 1)
+            folder = stage.folder(self.root, index, several_stages=len(self.stages) > 1)
             source = done[stage.init_from] if stage.init_from else None
             name = model.folder_name
             if source is not None:

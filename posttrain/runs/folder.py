@@ -1,7 +1,5 @@
 """The folder of a run: its lock, its facts in run.json, its tags and note, and whether a run may start in it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform
@@ -14,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER, take_away
@@ -25,9 +23,6 @@ from posttrain.runs.atomic import refusing, writing
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.files import load_json, read_regular, save_json
 from posttrain.runs.metrics import last_metrics
-
-if TYPE_CHECKING:  # lists of runs need no settings
-    from posttrain.config import Stage
 
 LOCK = ".lock"
 SAFE = BINARY | NOFOLLOW | NONBLOCK  # a stranger's run may have a link or a pipe instead of the lock file
@@ -258,10 +253,3 @@ def empty(folder: Path, keep: Collection[str] = ()) -> None:
             take_away(path)
     except OSError as error:
         raise RunError(f"cannot empty {folder}: {error}") from error
-
-
-def run_folder(root: Path, stage: Stage, model: int, several_stages: bool) -> Path:
-    """The folder in which model number `model` is trained in a stage."""
-    if len(stage.config.models) > 1:
-        root = root / stage.config.models[model].folder_name
-    return root / stage.name if several_stages else root

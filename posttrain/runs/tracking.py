@@ -4,8 +4,6 @@ Metrics are named as in transformers, `train/loss` and `eval/loss`, so that TRL'
 folder is the source of truth: a tracker that fails is dropped with a warning, and training continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -17,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
@@ -29,9 +27,6 @@ from posttrain.config.schema.training import TrackingConfig
 from posttrain.runs.atomic import refusing
 from posttrain.runs.run import Run
 from posttrain.runs.summary import read_run
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 EXTRA = "track"
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -171,7 +166,7 @@ class TensorBoard(Tracker):
         self._writer.add_text("config", f"```yaml\n{run.config_yaml}```")
         log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", self.folder, self.folder)
 
-    def _file(self, purge_step: int | None = None) -> SummaryWriter:
+    def _file(self, purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(self.folder), purge_step=purge_step, flush_secs=10)

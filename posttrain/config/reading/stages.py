@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import ConfigError
@@ -24,6 +25,12 @@ class Stage:
     name: str
     init_from: str | None
     config: RunConfig
+
+    def folder(self, root: Path, model: int, several_stages: bool) -> Path:
+        """The folder in which model number `model` is trained in this stage."""
+        if len(self.config.models) > 1:
+            root = root / self.config.models[model].folder_name
+        return root / self.name if several_stages else root
 
 
 def check_skip(skip: Collection[str], stages: Sequence[Stage]) -> None:
