@@ -19,6 +19,7 @@ from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
 from posttrain.runs.finding import links_in, named, runs_below, short
 from posttrain.runs.folder import NOTES, Notes, read_notes, write_notes
 from posttrain.runs.managing.listing import ORDERS, Column, filtered, ordered, table_lines
+from posttrain.runs.managing.paths import rename as rename_run
 from posttrain.runs.summary import RunSummary, summaries_below
 
 HELP = """List, show and manage runs. Without a command, in a terminal: choose runs with the arrow keys.
@@ -170,8 +171,6 @@ def note(run: Name, text: Text = None, output_dir: OutputDir = RUNS) -> None:
 @app.command()
 def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Rename a run. Its path is updated in the settings of other runs."""
-    from posttrain.runs.managing.paths import rename as rename_run
-
     target = named(run, settled(output_dir, run), whole=True)
     done = rename_run(target, name, [output_dir.expanduser()], force)
     say(f"{target} is now {done.folder}")

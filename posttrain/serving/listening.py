@@ -16,9 +16,11 @@ from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.system import is_loopback, resource
@@ -174,7 +176,6 @@ def run(
 def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
     """A uvicorn server that limits the number of connections and the time for a request to arrive. A second signal ends
     the process at once. `quiet`: no errors are logged for requests interrupted by the shutdown."""
-    import uvicorn
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -188,51 +189,46 @@ def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
                 signal.raise_signal(sig)
             super().handle_exit(sig, frame)
 
-    return Server(uvicorn.Config(app, log_level="warning", http=_bounded_connection(), **settings))
+    return Server(uvicorn.Config(app, log_level="warning", http=BoundedConnection, **settings))
 
 
-def _bounded_connection() -> Any:
+PROTOCOL: Any = AutoHTTPProtocol
+
+
+class BoundedConnection(PROTOCOL):
     """uvicorn's connection class, extended: closes a connection if there are too many or a request is too slow."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    base: Any = AutoHTTPProtocol
-    most = MOST_CONNECTIONS
-    if resource is not None:
-        most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    arriving: asyncio.TimerHandle | None = None
+    part = ""  # the part of the request that has a deadline: "headers", "body" or none
 
-    class Connection(base):
-        arriving: asyncio.TimerHandle | None = None
-        part = ""  # the part of the request that has a deadline: "headers", "body" or none
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        room = MOST_CONNECTIONS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        if len(self.connections) > min(MOST_CONNECTIONS, room):
+            transport.write(FULL)
+            transport.close()
+        self.wait("headers")
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                transport.write(FULL)
-                transport.close()
-            self.wait("headers")
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            cycle: Any = self.cycle
-            if self.transport.get_protocol() is not self:  # the connection has become a web socket
-                self.wait("")
-            elif cycle is None or cycle.response_complete:
-                self.wait("headers")
-            else:
-                self.wait("body" if cycle.more_body else "")
-
-        def connection_lost(self, exc: Exception | None) -> None:
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle: Any = self.cycle
+        if self.transport.get_protocol() is not self:  # the connection has become a web socket
             self.wait("")
-            super().connection_lost(exc)
+        elif cycle is None or cycle.response_complete:
+            self.wait("headers")
+        else:
+            self.wait("body" if cycle.more_body else "")
 
-        def wait(self, part: str) -> None:
-            """Close the connection if this part of the request is not complete in time."""
-            if part == self.part and self.arriving is not None:
-                return
-            if self.arriving is not None:
-                self.arriving.cancel()
-            self.part, self.arriving = part, None
-            if part:
-                self.arriving = self.loop.call_later(HEADERS_S if part == "headers" else BODY_S, self.transport.close)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.wait("")
+        super().connection_lost(exc)
 
-    return Connection
+    def wait(self, part: str) -> None:
+        """Close the connection if this part of the request is not complete in time."""
+        if part == self.part and self.arriving is not None:
+            return
+        if self.arriving is not None:
+            self.arriving.cancel()
+        self.part, self.arriving = part, None
+        if part:
+            self.arriving = self.loop.call_later(HEADERS_S if part == "headers" else BODY_S, self.transport.close)

@@ -10,6 +10,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+from rich.text import Text
+
 from posttrain.base.terminal import visible
 from posttrain.base.words import in_units
 from posttrain.runs.checkpoint import MODELS, list_checkpoints, saved_step, verify
@@ -21,7 +24,6 @@ from posttrain.runs.summary import RunSummary, read_run
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
 MISSING = "-"
 NO_VERSIONS = ("command", "folder", "models")  # provenance that differs between any two runs
@@ -81,9 +83,6 @@ def differences(one: Path, other: Path) -> dict[str, tuple[list[Differing], int]
 
 def difference_table(one: Path, other: Path) -> Table:
     """The differences of two run folders as a table for a terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     titles = (one.name, other.name) if one.name != other.name else (short(one), short(other))
     for title in ("", *titles):
