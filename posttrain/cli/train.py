@@ -67,7 +67,7 @@ def train(
     *,
     options: TrainOptions,
     flags: Mapping[str, str],
-) -> int:
+) -> None:
     """Train one or several models, in one or several stages: SFT, a reward model, DPO and its variants, PPO, GRPO.
 
     Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file is optional.
@@ -75,12 +75,11 @@ def train(
     """
     options.check()
     checkpoint = Path(options.resume) if options.resume else None
-    compared = several_methods(flags)
-    stages = _stages(config, overrides, flags, checkpoint, compared)
+    stages = _stages(config, overrides, flags, checkpoint)
     ids = stages[0].config.devices.ids or ()
     if len(ids) > 1 and not is_rank() and not dry_run:
         start_ranks(options.arguments(config, overrides, flags), len(ids))
-        return 0
+        return
     models = stages[0].config.models
     if options.model_index is not None and not 0 <= options.model_index < len(models):
         raise UsageError(f"--model-index {options.model_index}: there are models 0 to {len(models) - 1}")
@@ -90,29 +89,25 @@ def train(
             from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
         print_plan(stages, model_index=options.model_index, skip=options.skip)
-        return 0
+        return
     with quick_imports():
         from posttrain.api import train_all  # imports torch, which takes seconds
 
-    arguments = values_of(options) | {"resume": checkpoint or options.resume is not None, "compared": bool(compared)}
+    arguments = values_of(options) | {"resume": checkpoint or options.resume is not None}
     try:
-        train_all(stages, **arguments)
+        train_all(stages, compared=bool(several_methods(flags)), **arguments)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
     if os.environ.get("RANK", "0") == "0":
         say(f"{duration(time.monotonic() - began)} in total, including loading, evaluation and saving", error=True)
-    return 0
 
 
 def _stages(
-    config: str | None,
-    overrides: list[str] | None,
-    flags: Mapping[str, str],
-    checkpoint: Path | None,
-    compared: Sequence[str],
+    config: str | None, overrides: list[str] | None, flags: Mapping[str, str], checkpoint: Path | None
 ) -> tuple[Stage, ...]:
     """The stages to train: those of the settings, those of the run that is resumed, or one for each compared method."""
     file, rest = split_arguments(config, overrides)
+    compared = several_methods(flags)
     if compared:
         flags = {path: text for path, text in flags.items() if path != "method.type"}
     if file is None and checkpoint is not None:  # saved settings have the methods as stages
