@@ -628,7 +628,7 @@ def test_the_command_refuses_before_it_loads(stories, adapter, tmp_path, capsys)
 def test_a_key_on_the_command_line_is_visible_to_others(stories, monkeypatch, capsys):
     """Which the command says, naming the variable; a key in the variable opens the same addresses without a word."""
     served = []
-    monkeypatch.setattr(listening, "run", lambda start, app_of, socket, ready: (socket.close(), served.append(app_of)))
+    monkeypatch.setattr(listening, "run", lambda start, app_of, socket, name: (socket.close(), served.append(app_of)))
     command = ["serve", str(stories), "--host", "0.0.0.0", "--port", "0"]
     notice = "--api-key is visible to other users of this machine: set POSTTRAIN_API_KEY instead"
     for flags, variable, noticed in ((["--api-key", "k"], "", True), ([], "k", False)):

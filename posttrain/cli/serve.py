@@ -70,12 +70,7 @@ def serve(
 
     limits = options.max_rows, options.max_waiting, options.context, options.chat_template_kwargs or {}
     served = Served(settings, name, adapters, reward, options.template, devices, *limits, options.record, graded_by)
-    run(
-        lambda: Host.start(served),
-        lambda host: Guard(make_app(host), key),
-        socket,
-        lambda url: say(f"serving {name} at {url}/v1 (Ctrl-C stops)"),
-    )
+    run(lambda: Host.start(served), lambda host: Guard(make_app(host), key), socket, name)
 
 
 def _adapters(texts: Sequence[str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.system import is_loopback, resource
+from posttrain.base.terminal import say
 
 MOST_BYTES = 4 << 20
 OPEN = {"/health"}  # paths that need no key
@@ -145,13 +146,10 @@ def _free_port(host: str, port: int) -> int | None:
 
 
 def run(
-    start: Callable[[], Awaitable[Any]],
-    app_of: Callable[[Any], ASGIApp],
-    listening: socket.socket,
-    ready: Callable[[str], None],
+    start: Callable[[], Awaitable[Any]], app_of: Callable[[Any], ASGIApp], listening: socket.socket, name: str
 ) -> None:
-    """Await `start()`, serve `app_of` its result until SIGINT or SIGTERM, and close the result. `ready` is called with
-    the address. Errors of `start` are raised.
+    """Await `start()`, serve `app_of` its result until SIGINT or SIGTERM, and close the result. The address is printed
+    with the `name` of the model before the first request is answered. Errors of `start` are raised.
     """
     serving = False
 
@@ -162,7 +160,7 @@ def run(
             server = bounded_server(app_of(started), timeout_graceful_shutdown=GRACE_S, **settings)
             host, port = listening.getsockname()[:2]
             serving = True
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)")
             await server.serve([listening])
 
     try:
