@@ -93,9 +93,9 @@ def train(
     with quick_imports():
         from posttrain.api import train_all  # imports torch, which takes seconds
 
-    arguments = values_of(options) | {"resume": checkpoint or options.resume is not None}
+    resume, compared = checkpoint or options.resume is not None, bool(several_methods(flags))
     try:
-        train_all(stages, compared=bool(several_methods(flags)), **arguments)
+        train_all(stages, **values_of(options) | {"resume": resume, "compared": compared})
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
     if os.environ.get("RANK", "0") == "0":
