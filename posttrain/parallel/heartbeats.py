@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Self
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING, Self
 
 from posttrain.base.errors import RankError
 from posttrain.base.log import log
 from posttrain.base.terminal import say
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # builds of torch without it train in one process
 
 BEAT_S = 1.0  # seconds between two heartbeats
 SILENCE_S = 30.0  # seconds without a heartbeat until a rank is lost; in different exchanges until ranks are out of step
@@ -53,7 +54,7 @@ class RankWatch:
     One thread talks to the store, whose process may hang; a second thread judges the heartbeats that the first reads.
     """
 
-    def __init__(self, store: Store, index: int, size: int):
+    def __init__(self, store: "Store", index: int, size: int):
         self._store, self._index = store, index
         self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
         self._heard = time.monotonic()  # the last time that the store answered
