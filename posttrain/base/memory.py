@@ -1,7 +1,5 @@
 """Measures available and used memory, and releases unused memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -73,7 +71,7 @@ def address_space() -> int:
     return _status("VmSize") or 0
 
 
-def peak_memory(device: torch.device) -> int:
+def peak_memory(device: "torch.device") -> int:
     """Peak memory of this process in bytes since `reset_peak_memory`: GPU memory if `device` is a GPU."""
     if device.type == "cuda":
         import torch
@@ -95,7 +93,7 @@ def peak_of_process() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def reset_peak_memory(device: torch.device) -> None:
+def reset_peak_memory(device: "torch.device") -> None:
     """Reset the value of `peak_memory`, so that one model's peak does not count for the next model."""
     if device.type == "cuda":
         import torch
@@ -114,7 +112,7 @@ def _status(field: str) -> int | None:
         return None
 
 
-def available_memory(device: torch.device) -> int | None:
+def available_memory(device: "torch.device") -> int | None:
     """Free memory of `device` in bytes, within the limit of a container; None if unknown."""
     if device.type == "cuda":
         import torch

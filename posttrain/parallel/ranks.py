@@ -14,8 +14,6 @@ sum in shared memory instead (`SharedSums`): each rank writes its numbers where 
 writes the sums for the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -28,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,7 +57,7 @@ class Ranks:
     in_step: bool = False  # whether a pass over the model is a collective operation, which all ranks call equally often
     _watch: RankWatch | None = field(default=None, repr=False, compare=False)
     _objects: Any = field(default=None, repr=False, compare=False)  # the process group for objects
-    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # if all ranks use one machine's CPU
+    _memory: "SharedSums | None" = field(default=None, repr=False, compare=False)  # if all ranks use one machine's CPU
 
     @property
     def is_first(self) -> bool:
@@ -69,7 +67,7 @@ class Ranks:
         """This rank's items: every `size`-th item, from `index` on."""
         return items if self.size == 1 else items[self.index :: self.size]
 
-    def keeping_step(self, in_step: bool) -> Ranks:
+    def keeping_step(self, in_step: bool) -> Self:
         """Copy these ranks with `in_step`: whether passes over the model are collective operations."""
         if self._watch is not None:
             self._watch.in_step = in_step

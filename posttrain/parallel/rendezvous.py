@@ -1,8 +1,6 @@
 """Starts the ranks of a run with torchrun's agent, and connects them through a store in which every rank checks in.
 Importing this module does not import torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import ipaddress
 import logging
@@ -38,7 +36,7 @@ OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTH
 
 
 @contextmanager
-def meeting(index: int, size: int) -> Iterator[Store]:
+def meeting(index: int, size: int) -> "Iterator[Store]":
     """Connect to the store that all ranks share, and wait for every rank to check in. The time limit also covers the
     block. Raises RankError if a rank does not start in time or expects a different number of ranks. Ends the process
     if the connection itself hangs, for example because another program has the port."""
@@ -140,7 +138,7 @@ def reach(host: str, port: int, seconds: float) -> None:
             raise RankError(f"{problem}: another program has this port; {OTHERWISE}") from None
 
 
-def connected(index: int, as_client: bool = False) -> Store:
+def connected(index: int, as_client: bool = False) -> "Store":
     """Connect to the ranks' store, which the launcher or else the first rank hosts."""
     from torch.distributed import PrefixStore, TCPStore
 
@@ -166,7 +164,7 @@ def connected(index: int, as_client: bool = False) -> Store:
     return PrefixStore(f"posttrain/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _check_in(store: Store, index: int, size: int) -> None:
+def _check_in(store: "Store", index: int, size: int) -> None:
     """Wait until all ranks have checked in, with the same number of ranks."""
     host, deadline = socket.gethostname(), time.monotonic() + JOIN_S
     store.set(f"here/{index}", f"{size} {host}")

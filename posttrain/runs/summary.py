@@ -1,7 +1,5 @@
 """The summary of a run, for lists, pages, reports, comparisons and programs. Does not import torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -113,7 +111,7 @@ class RunSummary:
         return checks if isinstance(checks := self.facts.get("checks"), dict) else None
 
     @property
-    def checks(self) -> list[Check]:
+    def checks(self) -> "list[Check]":
         """Every check of the method, with its result; empty if run.json is damaged."""
         from posttrain.runs.checks import checks_of
 

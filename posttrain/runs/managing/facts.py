@@ -1,7 +1,5 @@
 """The facts of one run for display, and the differences of two: in settings, versions and metrics, or bit for bit."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -205,7 +203,7 @@ def _folder_differences(one: Path, other: Path, compared: BitComparison) -> Foun
 
 
 def _tensor_differences(
-    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], compared: BitComparison
+    a: "dict[str, torch.Tensor]", b: "dict[str, torch.Tensor]", compared: BitComparison
 ) -> Iterator[str]:
     for name in sorted(a | b):
         x, y = a.get(name), b.get(name)
@@ -219,7 +217,7 @@ def _tensor_differences(
                 yield f"{name}{what}"
 
 
-def first_difference(x: torch.Tensor, y: torch.Tensor) -> str | None:
+def first_difference(x: "torch.Tensor", y: "torch.Tensor") -> str | None:
     """The index of the first value whose bits differ, both values, and how many differ; None if all are equal."""
     unequal = bits(x) != bits(y)
     if not (count := int(unequal.sum())):
