@@ -30,6 +30,8 @@ COLUMNS = {
     "rms": ("RMS", "{:.4f}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "seconds_a_step": ("s a step", "{:.3f}"),
+    "pass_ms": ("ms of passes", "{:.1f}"),
+    "update_ms": ("ms of AdamW", "{:.1f}"),
     "mfu": ("MFU", "{:.1%}"),
     "memory_gib": ("GiB", "{:.2f}"),
     "speed_ratio": ("speed ÷ published", "{:.2f}"),

@@ -3,7 +3,7 @@
 With sharded weights (models/sharding.py), each rank updates its part of every tensor.
 
 With masters, moments and gradients in CPU memory, the GPU keeps only the weights. In bfloat16 it then needs 2 bytes per
-trained parameter instead of 18 (weight 2, master 4, moments 8, gradient 4). Each pack's gradients are transferred
+trained parameter instead of 16 (weight and master 4, moments 8, gradient 4). Each pack's gradients are transferred
 during backward and summed on the CPU in float32. torch's fused AdamW makes the step on the CPU, and rounded weights are
 copied back. The idea comes from ZeRO-Offload (arXiv 2101.06840).
 
