@@ -15,8 +15,9 @@ from posttrain.models import lean as operations
 from posttrain.models import matmul, projections
 from posttrain.models.attention import PackedMask
 from posttrain.models.lean import Kernels, enable_gradient_checkpointing, lean
+from posttrain.models.lora import save
 from posttrain.models.matmul import packed_weights
-from posttrain.models.projections import fuse, joined, place
+from posttrain.models.projections import apart, fuse, joined, place
 from posttrain.scoring import Scorer
 
 # Operations that launch nothing on a GPU.
@@ -136,7 +137,11 @@ def test_placed_weights_are_saved_and_loaded(packed, tmp_path):
     [_, ours], whole = policies(bases=True), model_of()
     place(whole, bases=True)
     ours.save_pretrained(tmp_path / "adapter")
-    whole.save_pretrained(tmp_path / "whole")
+    state = apart(whole)
+    assert state is not None and apart(model_of()) is None
+    moved = [name for name, weight in state.items() if weight.untyped_storage().nbytes() == weight.nbytes]
+    assert len(moved) == len(state)
+    save(whole, tmp_path / "whole")
     again = Qwen3ForCausalLM.from_pretrained(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
     loaded = peft.PeftModel.from_pretrained(model_of(), tmp_path / "adapter").eval()

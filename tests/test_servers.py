@@ -116,7 +116,7 @@ def ours(monkeypatch):
 
 def kill(engine):
     [server] = engine.host._mine.values()
-    os.kill(server.process.pid, signal.SIGKILL)
+    os.kill(server.process._process.pid, signal.SIGKILL)
 
 
 def test_our_own_server_is_started_again_with_the_weights_a_bounded_number_of_times(ours, caplog):
@@ -148,7 +148,7 @@ def test_a_silent_server_of_ours_is_replaced(ours):
     policy = policy_of()
     with contextlib.closing(make_engine("vllm", policy, vllm=VllmConfig(mode="server", timeout=1.0))) as engine:
         [server] = engine.host._mine.values()
-        os.kill(server.process.pid, signal.SIGSTOP)
+        os.kill(server.process._process.pid, signal.SIGSTOP)
         got = engine.generate(PROMPTS[:2], SAMPLED)
         assert tokens_of(got) == embedded(policy)[:2] and ours.starts == 2
 

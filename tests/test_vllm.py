@@ -407,7 +407,7 @@ def test_bfloat16():
 
 
 def pids(engine):
-    return [one.process.pid for one in engine.host._mine.values()]
+    return [one.process._process.pid for one in engine.host._mine.values()]
 
 
 @needs_vllm

@@ -22,6 +22,7 @@ from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
+from posttrain.models.projections import apart
 from posttrain.models.quantised import CLASSES, weight_of
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, Tensor] | None = 
     If the base lacks the adapter's start, an adapter of the published base is written: of twice the rank, with
     [A; A0] and [B, -B0] for A, B and a start of A0, B0."""
     if not is_adapted(model):
-        return model.save_pretrained(str(folder), state_dict=state_dict)  # pyright: ignore[reportCallIssue]
+        return model.save_pretrained(str(folder), state_dict=state_dict or apart(model))  # pyright: ignore[reportCallIssue]
     name_base(folder, str(base_of(model).name_or_path))
     config: Any = model.peft_config["default"]
     written = copy.copy(config)

@@ -45,6 +45,15 @@ def _place(weights: Sequence[Any]) -> None:
             weight.data = part
 
 
+def apart(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return a model's state dict for saving, with copies in CPU memory of the weights that `place` moved, because
+    transformers would copy them all on the GPU; None if there are none."""
+    state = model.state_dict()
+    whole = {name: w for name, w in state.items() if type(w) is Tensor and w.layout is torch.strided}
+    placed = {n: w.to("cpu", copy=True) for n, w in whole.items() if w.untyped_storage().nbytes() > w.nbytes}
+    return state | placed if placed else None
+
+
 def joined(weights: Sequence[Any]) -> Tensor | None:
     """Return weights (M_i, ...) that lie one after another in memory as one, (sum of M_i, ...); otherwise None."""
     first, end = weights[0], 0
