@@ -3,8 +3,6 @@
 rollout = sample(step, prompts, n)      n completions of each prompt
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, groupby

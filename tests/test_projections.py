@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.batch import Example, Node, pack
 from posttrain.models import lean as operations
@@ -78,7 +78,7 @@ def differences(a, b):
 def calls(monkeypatch):
     """The numbers of layers that are computed together."""
     made, outputs = [], projections._outputs
-    monkeypatch.setattr(projections, "_outputs", lambda *given: made.append(len(given[1])) or outputs(*given))
+    monkeypatch.setattr(projections, "_outputs", lambda *given: made.append(len(given[2])) or outputs(*given))
     return made
 
 
@@ -92,8 +92,10 @@ def test_the_layers_are_pefts(packed, monkeypatch, rslora, onednn, targets, base
     made = calls(monkeypatch)
     theirs, ours = policies(bases=bases, use_rslora=rslora, target_modules=targets)
     layer = ours.get_base_model().model.layers[1].self_attn
-    assert joined([part.lora_A.default.weight for part in (layer.q_proj, layer.v_proj)]) is not None or len(targets) > 3
-    assert (joined([layer.v_proj.base_layer.weight, layer.q_proj.base_layer.weight]) or None) is None
+    adapted = [part for part in (layer.q_proj, layer.k_proj, layer.v_proj) if hasattr(part, "lora_A")]
+    assert joined([part.lora_A.default.weight for part in adapted]) is not None
+    inner = [getattr(part, "base_layer", part).weight for part in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    assert (joined(inner) is not None) is bases and joined(inner[::-1]) is None
     assert differences(results(ours, packed), results(theirs, packed)) < 1e-5
     assert made == 2 * ([3, 1, 2, 1] if targets == "all-linear" else [3, 2])
     with torch.no_grad(), packed_weights(ours, ours.get_base_model().lm_head):
@@ -116,6 +118,47 @@ def test_trained_layers_with_the_same_input_are_one_product(packed, monkeypatch,
     layer.k_proj.weight.data = layer.k_proj.weight.data.clone()  # it moves
     assert differences(results(ours, packed), results(theirs, packed)) < 1e-5
     assert made[5:] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_no_rows(with_lora):
+    """As in the last layer, for a pack without targets."""
+    model = policies(bases=True)[1].get_base_model() if with_lora else model_of()
+    place(model, bases=True)
+    mlp, x = model.model.layers[0].mlp, torch.empty(1, 0, 64, requires_grad=True)
+    with torch.no_grad():
+        assert mlp(x).shape == (1, 0, 64)
+    mlp(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_hooks_see_every_layer(monkeypatch):
+    made, model = calls(monkeypatch), model_of()
+    place(model, bases=True)
+    mlp, seen = model.model.layers[0].mlp, []
+    mlp.up_proj.register_forward_hook(lambda module, given, output: seen.append(output))
+    mlp(torch.randn(1, 3, 64))
+    assert len(seen) == 1 and not made
+
+
+def test_values_do_not_keep_queries_in_memory():
+    """Without norms of queries and keys, attention saves the values but not the other columns of their product."""
+    kept, config = [], LlamaConfig(
+        vocab_size=9, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    [one] = pack([Example((Node([1] * 33, True),), 0)], 100)
+    for bases in (False, True):
+        model, saved = LlamaForCausalLM(config), []
+        model.set_attn_implementation("packed")
+        lean(model)
+        place(model, bases)
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
+            Scorer(model)(one)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+        kept.append(sum(size for at, size in sizes.items() if at not in weights))
+    assert kept[1] <= kept[0], kept
 
 
 def test_gradients_that_are_not_needed(packed):

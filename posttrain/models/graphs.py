@@ -9,8 +9,6 @@ captured is compared with an ordinary pass at once. If any bit differs, or if ca
 graphs and says so.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

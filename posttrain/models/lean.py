@@ -256,6 +256,8 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
             return self.o_proj(packed.attend_new(self, query, key, value, *position_embeddings, norms, how)), None
         if is_normed:
             query, key = self.q_norm(query), self.k_norm(key)
+        elif torch.is_grad_enabled():
+            value = value.contiguous()  # saved for backward, part of a larger tensor would keep all of it in memory
         cos, sin = (turn.unsqueeze(-2) for turn in position_embeddings)
         query, key = kernels.rotated(query, cos, sin), kernels.rotated(key, cos, sin)
         out = packed.attend(self, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), how)

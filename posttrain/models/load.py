@@ -276,7 +276,8 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
 
 def takes_triton(model: ModelConfig, device: torch.device) -> bool:
     """Whether a model on this device uses the kernels of models/kernels."""
-    return model.triton_kernels and device.type == "cuda" and attention.lacking_for_triton() is None
+    can_compile = not torch.cuda.is_available() or attention.lacking_for_triton() is None  # a plan has no GPU
+    return model.triton_kernels and device.type == "cuda" and can_compile
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:

@@ -5,8 +5,6 @@ product then gives all outputs, as columns of one tensor. LoRA's matrices A read
 Names, files and gradients stay those of separate layers; where weights do not lie like this, each has its own product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, NamedTuple
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.matmul import product, weight_of
+from posttrain.models.matmul import is_for_onednn, product, weight_of
 
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -37,11 +35,11 @@ def place(model: nn.Module, bases: bool) -> None:
 
 
 def _place(weights: Sequence[Any]) -> None:
-    first = weights[0]
-    if not all(type(w) is nn.Parameter and (w.dtype, w.shape[1:]) == (first.dtype, first.shape[1:]) for w in weights):
-        return  # some are missing, sharded or quantised
-    if joined(weights) is None:
-        for weight, part in zip(weights, torch.cat([*weights]).split([len(w) for w in weights]), strict=True):
+    """Place weights, unless some are missing, sharded, quantised, or would start where kernels cannot read 16 bytes."""
+    is_plain = all(type(w) is nn.Parameter and w.nbytes % 16 == 0 for w in weights)
+    if is_plain and len({(w.dtype, w.shape[1:]) for w in weights}) == 1 and joined(weights) is None:
+        whole = torch.cat([w.detach() for w in weights])
+        for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
             weight.data = part
 
 
@@ -56,20 +54,17 @@ def apart(model: nn.Module) -> dict[str, Tensor] | None:
 
 def joined(weights: Sequence[Any]) -> Tensor | None:
     """Return weights (M_i, ...) that lie one after another in memory as one, (sum of M_i, ...); otherwise None."""
-    first, end = weights[0], 0
+    first = end = weights[0]
     for weight in weights:
         if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
             return None
-        if weight is not first and (weight.data_ptr(), _storage(weight)) != (end, _storage(first)):
+        start = weight.data_ptr(), weight.untyped_storage().data_ptr()
+        if weight is not first and start != end:
             return None
         if not weight.is_contiguous() or (weight.dtype, weight.shape[1:]) != (first.dtype, first.shape[1:]):
             return None
-        end = weight.data_ptr() + weight.nbytes
+        end = start[0] + weight.nbytes, start[1]
     return first.detach().as_strided((sum(map(len, weights)), *first.shape[1:]), first.stride())
-
-
-def _storage(weight: Tensor) -> int:
-    return weight.untyped_storage().data_ptr()
 
 
 class Part(NamedTuple):
@@ -85,19 +80,22 @@ class Part(NamedTuple):
 def project(layers: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     """Return the outputs of layers that read x (..., K)."""
     parts = [part for layer in layers if (part := _part(layer, x)) is not None]
-    is_known = len(parts) == len(layers)
-    if not is_known or (all(part.A is None for part in parts) and joined([part.weight for part in parts]) is None):
-        return [layer(x) for layer in layers]
-    *tensors, scalings = zip(*parts, strict=True)
+    whole = joined([part.weight for part in parts]) if len(parts) == len(layers) > 1 else None
+    is_known = len(parts) == len(layers) and (whole is not None or any(part.A is not None for part in parts))
+    return _together(parts, whole, x) if is_known else [layer(x) for layer in layers]
+
+
+def _together(parts: Sequence[Part], whole: Tensor | None, x: Tensor) -> Sequence[Tensor]:
+    """Return the outputs of `parts`, whose weights are one matrix unless it is None."""
+    weights, biases, As, Bs, scalings = zip(*parts, strict=True)
     if torch.is_grad_enabled():
-        return Projections.apply(x, scalings, *(tensor for kind in tensors for tensor in kind))
-    weights, biases, As, Bs = tensors
-    outputs, *_ = _outputs(x.flatten(0, -2), weights, biases, As, Bs, scalings)
-    return [y.view(*x.shape[:-1], -1) for y in outputs]
+        return Projections.apply(x, whole, scalings, *weights, *biases, *As, *Bs)
+    outputs, *_ = _outputs(x.flatten(0, -2), whole, weights, biases, As, Bs, scalings)
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
 
 def fuse(policy: nn.Module) -> None:
-    """Compute the adapters of plain linear layers together with their layers, in place, if `policy` is PEFT's."""
+    """Compute the adapters of a PEFT model's plain linear layers together with their layers, in place."""
     from peft.tuners.lora.layer import Linear
 
     for module in policy.modules():
@@ -107,7 +105,9 @@ def fuse(policy: nn.Module) -> None:
 
 def _fused(self: Any, x: Tensor, *args: Any, **settings: Any) -> Tensor:
     part = None if args or settings else _part(self, x)
-    return type(self).forward(self, x, *args, **settings) if part is None or part.A is None else project([self], x)[0]
+    if part is None or part.A is None:
+        return type(self).forward(self, x, *args, **settings)
+    return _together([part], None, x)[0]
 
 
 def _part(layer: Any, x: Tensor) -> Part | None:
@@ -116,6 +116,8 @@ def _part(layer: Any, x: Tensor) -> Part | None:
     is_adapted = getattr(own, "__func__", None) is _fused
     base = layer.base_layer if is_adapted else layer
     if type(base) is not nn.Linear or torch.is_autocast_enabled(x.device.type) or x.dtype != base.weight.dtype:
+        return None
+    if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, base)):  # they see every layer's own output
         return None
     weight = base.weight if torch.is_grad_enabled() else weight_of(base)
     if not is_adapted:
@@ -133,10 +135,12 @@ def _part(layer: Any, x: Tensor) -> Part | None:
     return Part(weight, base.bias, A.weight, B.weight, layer.scaling[name])
 
 
-def _outputs(rows: Tensor, weights: Any, biases: Any, As: Any, Bs: Any, scalings: Any) -> tuple[Any, Any, Any]:
+def _outputs(
+    rows: Tensor, whole: Tensor | None, weights: Any, biases: Any, As: Any, Bs: Any, scalings: Any
+) -> tuple[Any, Any, Any]:
     """Return the outputs for x (N, K), the A's of the adapters as one matrix, and their products with x."""
-    whole, bias = joined(weights), joined(biases)
-    if len(weights) > 1 and whole is not None and (bias is not None or biases == (None,) * len(biases)):
+    bias = None if whole is None else joined(biases)
+    if whole is not None and (bias is not None or biases == (None,) * len(biases)):
         outputs = product(rows, whole, bias).split([len(w) for w in weights], dim=1)
     else:
         outputs = [product(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -155,19 +159,19 @@ class Projections(torch.autograd.Function):
     """Several `Part`s. Scalings and sums are part of the products."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, scalings: tuple[float, ...], *tensors: Tensor | None):
+    def forward(ctx, x: Tensor, whole: Tensor | None, scalings: tuple[float, ...], *tensors: Tensor | None):
         rows, count = x.flatten(0, -2), len(scalings)
         weights, biases, As, Bs = (tensors[start : start + count] for start in range(0, 4 * count, count))
-        outputs, stacked, inners = _outputs(rows, weights, biases, As, Bs, scalings)
+        outputs, stacked, inners = _outputs(rows, whole, weights, biases, As, Bs, scalings)
         ctx.scalings = scalings
-        ctx.save_for_backward(rows if any(ctx.needs_input_grad[2:]) else None, *weights, *Bs, stacked, *inners)
-        return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
+        ctx.save_for_backward(rows if any(ctx.needs_input_grad[3:]) else None, *weights, *Bs, stacked, *inners)
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         (rows, *saved), scalings, count = ctx.saved_tensors, ctx.scalings, len(ctx.scalings)
         weights, Bs, (stacked, *inners) = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        needs = [ctx.needs_input_grad[start : start + count] for start in range(2, 2 + 2 * count, count)]
+        needs = [ctx.needs_input_grad[start : start + count] for start in range(3, 3 + 2 * count, count)]
         grads = [grad.flatten(0, -2) for grad in grad_outputs]
         grad_weights = [grad.t() @ rows if need else None for grad, need in zip(grads, needs[0], strict=True)]
         grad_biases = [grad.sum(0) if need else None for grad, need in zip(grads, needs[1], strict=True)]
@@ -176,8 +180,8 @@ class Projections(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = product(grads[0], weights[0].t())
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
+            for g, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x = grad_x.add_(product(g, weight.t())) if is_for_onednn(weight) else grad_x.addmm_(g, weight)
         if inners:
             ranks, given = [inner.shape[1] for inner in inners], [n for n in range(count) if Bs[n] is not None]
             grad_inner = grads[0].new_empty(len(grads[0]), sum(ranks))
@@ -189,5 +193,5 @@ class Projections(torch.autograd.Function):
                     grad_As[n] = grad_A
             if grad_x is not None:
                 grad_x.addmm_(grad_inner, stacked)
-        grad_x = None if grad_x is None else grad_x.view(*grad_outputs[0].shape[:-1], -1)
-        return grad_x, None, *grad_weights, *grad_biases, *grad_As, *grad_Bs
+        grad_x = None if grad_x is None else grad_x.view(*grad_outputs[0].shape[:-1], grad_x.shape[-1])
+        return grad_x, None, None, *grad_weights, *grad_biases, *grad_As, *grad_Bs

@@ -74,7 +74,7 @@ def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> P
     if to == "int8":
         check_int8(original.device)
     layers = linear_layers(original)
-    chosen = {name for name, layer in layers.items() if to == "int8" or _fits_4bit(layer)}
+    chosen = {name for name, layer in layers.items() if to == "int8" or _fits_4bit(*weight_of(layer).shape)}
     if not chosen:
         shapes = f"; 4 bits need multiples of {ROWS} outputs and {COLUMNS} inputs: use int8" if layers else ""
         raise ModelError(f"{type(original).__name__} has no linear layer that can be quantised{shapes}")
@@ -110,8 +110,7 @@ def nf4(dtype: torch.dtype, kept: list[str] | None = None) -> BitsAndBytesConfig
     )
 
 
-def _fits_4bit(layer: nn.Module) -> bool:
-    rows, columns = weight_of(layer).shape
+def _fits_4bit(rows: int, columns: int) -> bool:
     return rows % ROWS == 0 and columns % COLUMNS == 0
 
 

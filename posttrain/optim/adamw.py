@@ -4,9 +4,9 @@ bfloat16 weights do not change at a learning rate of 1e-6: the update is below t
 computes in bfloat16, each trained tensor has a float32 master here, gradients are summed in float32, and the model's
 weights are the rounded masters. In float32 the masters are the model's weights themselves.
 
-On a GPU, a large bfloat16 weight and its master are kept in halves: the weight, which is the master rounded (ties away
-from 0), and the difference of their bits, which fits into 16 bits. Both take 4 bytes instead of 6, and the master is
-exact. One kernel updates all of them.
+With `in_halves`, on a GPU, a large bfloat16 weight and its master are kept in halves: the weight, which is the master
+rounded (ties away from 0), and the difference of their bits, which fits into 16 bits. Both take 4 bytes instead of 6,
+and the master is exact. One kernel updates all of them.
 
 In float16 gradients below 6e-8 would be 0. So the loss is multiplied by a scale before the backward pass, and summed
 gradients are divided by it. torch's GradScaler halves the scale when a gradient overflows, and doubles it after 2,000
@@ -25,7 +25,6 @@ from posttrain.parallel.ranks import ALONE, Ranks
 
 LOSS_SCALE = "loss scale"  # in place of a parameter's name in the optimizer's state
 LARGE = 1 << 20  # elements of the smallest tensor whose master is kept in halves
-MULTIPLE = 16  # of which the kernel needs sizes
 
 
 def halves(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,11 +35,11 @@ def halves(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_large(parameter: Tensor) -> bool:
-    return parameter.numel() >= LARGE and parameter.numel() % MULTIPLE == 0
+    return parameter.numel() >= LARGE and parameter.numel() % 16 == 0  # for the kernel
 
 
 class Masters(Mapping[str, Tensor]):
-    """The float32 master of each trained parameter; of those in halves, a copy is made when it is read."""
+    """The float32 master of each trained parameter: the tensor itself, or a new one if it is in halves."""
 
     def __init__(self, optimizer: "AdamW"):
         self._optimizer = optimizer
@@ -88,7 +87,6 @@ class AdamW:
         self._ratio = loraplus_lr_ratio
         self._in_halves = in_halves and compute_dtype == torch.bfloat16
         self.rests: dict[str, Tensor] = {}  # of masters in halves, the bits that the weights lack
-        self.values = Masters(self)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._adopt(name, p, compute_dtype) for name, p in self.parameters.items()}
         members: dict[tuple[float, float], list[Tensor]] = {(1.0, 0.0): []}
@@ -112,6 +110,10 @@ class AdamW:
         """Return the factor of a parameter's learning rate. A value head is not part of the PEFT model."""
         is_faster = ".lora_B." in name or (self.parameters[name].ndim < 2 and "base_model." in name)
         return self._ratio if is_faster else 1.0
+
+    @property
+    def values(self) -> "Masters":
+        return Masters(self)
 
     # The variants of this optimizer override these methods, which decide where masters are and how gradients get there.
 
@@ -156,8 +158,7 @@ class AdamW:
                 moments |= {key: torch.zeros_like(grad) for key in ("exp_avg", "exp_avg_sq")}
             moments["step"] += 1
             rate, step = learning_rate * self._rate_factor(name), int(moments["step"])
-            weight = self.parameters[name].detach()
-            tensors.append((weight, rest, grad.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]))
+            tensors.append((self.parameters[name], rest, grad.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]))
             numbers.append((1 - rate * self._decay(name), rate / (1 - beta1**step), math.sqrt(1 - beta2**step)))
         if tensors:
             from posttrain.models.kernels.adamw import adamw  # needs Triton
@@ -211,7 +212,8 @@ class AdamW:
             if self._ema_decay:
                 whole = [name for name in self.averages if name not in self.rests]
                 averages, masters = [self.averages[n] for n in whole], [self.masters[n] for n in whole]
-                torch._foreach_lerp_(averages, masters, 1 - self._ema_decay)
+                if whole:
+                    torch._foreach_lerp_(averages, masters, 1 - self._ema_decay)
                 for name in self.rests:
                     self.averages[name].lerp_(self.values[name], 1 - self._ema_decay)
         self.forget()

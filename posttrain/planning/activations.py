@@ -5,8 +5,6 @@ It has the first layer, one layer of every type, and the last, which may be comp
 are counted, and each other layer is assumed to save as much as the simulated layer of its type.
 """
 
-from __future__ import annotations
-
 import weakref
 from itertools import pairwise
 from typing import Any

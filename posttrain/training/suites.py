@@ -1,7 +1,5 @@
 """The suites of a run: questions that the policy is asked at every evaluation, with records as of `posttrain eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property

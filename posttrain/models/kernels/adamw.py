@@ -65,7 +65,7 @@ def adamw(
     _adamw[len(tensor_B),](places, given, tensor_B, start_B, beta1, beta2, eps, BLOCK=BLOCK, num_warps=8)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tensor of each block, and where the block starts in it."""
     starts = [torch.arange(0, size, BLOCK) for size in sizes]

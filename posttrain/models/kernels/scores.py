@@ -145,8 +145,9 @@ def scores(
     The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
     """
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
-    blocks = triton.cdiv(len(weight_VD), block_on(hidden_ND.device)["WORDS"])
-    rows = max(1, PARTS // blocks)
+    block = block_on(hidden_ND.device)
+    blocks = triton.cdiv(len(weight_VD), block["WORDS"])
+    rows = max(1, PARTS // (blocks * block["ROWS"])) * block["ROWS"]
     chunks = zip(hidden_ND.split(rows), target_N.split(rows), strict=True)
     found = [_scores(hidden, weight_VD, bias_V, target, temperature, softcap, blocks) for hidden, target in chunks]
     return tuple(map(torch.cat, zip(*found, strict=True)))
