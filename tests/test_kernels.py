@@ -161,7 +161,7 @@ def test_rotations(dtype, sign, batch, way):
 def test_gated_mlps(dtype, columns_each, way, monkeypatch):
     monkeypatch.setattr(layers, "COLUMNS", columns_each)
     torch.manual_seed(0)
-    gate, up, grad = (laid(each, 1, 50, 300, dtype=dtype) for each in (way, "part", "whole"))
+    gate, up, grad = (laid(each, 1, 6, 300, dtype=dtype) for each in (way, "part", "whole"))
     assert_near([layers.swiglu(gate, up)], [operations.swiglu(gate, up)], WITHIN[dtype])
     want = operations.swiglu_gradients(gate, up, grad.clone(), again=True)  # which takes the place of its argument
     assert_near(layers.swiglu_gradients(gate, up, grad.clone(), again=True), want, WITHIN[dtype])
