@@ -2,6 +2,7 @@
 tensors. So whatever a graph would freeze (a shape, a number that Python has read, an address) is frozen here."""
 
 import gc
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import test_online
 import torch
 from test_gpu_path import Recording, grpo
+from test_nodes import dense_varlen
 from test_resume import assert_same_run, settings, start
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain import scoring
 from posttrain.batch import Example, Node, pack
-from posttrain.models import graphs
+from posttrain.models import attention, graphs, nodes
 from posttrain.models.attention import PackedMask
 from posttrain.models.graphs import PackGraphs, padded, without_graphs
 from posttrain.models.lean import lean
@@ -88,11 +90,27 @@ def made(monkeypatch):
 
     monkeypatch.setattr(PackGraphs, "__init__", remembered)
     monkeypatch.setattr(graphs, "capture", listed)
-    monkeypatch.setattr(graphs, "STEP", 128)
+    monkeypatch.setattr(nodes, "STEP", 128)
     monkeypatch.setattr(job, "without_graphs", lambda *given: None)
     monkeypatch.setattr(one, "with_room", lambda job, data: replace(job, cuda_graphs=True))
     monkeypatch.setattr(PackedMask, "attend", attend)
     return found
+
+
+@pytest.fixture
+def over_paths(monkeypatch):
+    """Attention over gathered paths, as by FlashAttention 4 on a GPU."""
+    monkeypatch.setattr(attention, "has_flash_attention", lambda: True)
+    monkeypatch.setattr(attention, "pays", lambda nodes: True)
+    monkeypatch.setattr(graphs, "HEADS", range(1, 65))
+    monkeypatch.setattr(nodes, "flash_attention", lambda: dense_varlen)
+
+    def over_its_paths(self, module, query, key, value, how):
+        if self.paths is None:
+            return attend(self, module, query, key, value, how)
+        return self.paths.attend(query, key, value, how.scaling, how.window)
+
+    monkeypatch.setattr(PackedMask, "attend", over_its_paths)
 
 
 OFFLINE = {
@@ -108,6 +126,7 @@ OFFLINE = {
 }
 ONLINE = {
     "grpo": {"beta": 0.05, "num_iterations": 2},
+    "grpo over paths": {"beta": 0.05},
     "ppo": {"type": "ppo", "num_ppo_epochs": 2},
     "distill": {"type": "distill"},
 }
@@ -115,7 +134,7 @@ ONLINE = {
 
 def run_of(what, folder, shared, scratch_model, sums_home, *overrides, **more):
     """A run of five steps, with few widths."""
-    graphs.STEP = 256 if what in ONLINE else 2048  # `made` puts it back
+    nodes.STEP = 256 if what in ONLINE else 2048  # `made` puts it back
     if what in ONLINE:
         method, training = dict(ONLINE[what]), {"max_steps": 4, "batch_size": 4}
         if what == "distill":
@@ -136,13 +155,19 @@ def run_of(what, folder, shared, scratch_model, sums_home, *overrides, **more):
 
 
 @pytest.mark.parametrize("what", [*OFFLINE, *ONLINE])
-def test_a_run_with_replays_is_the_run_without(tmp_path, shared, scratch_model, sums_home, made, monkeypatch, what):
+def test_a_run_with_replays_is_the_run_without(
+    tmp_path, shared, scratch_model, sums_home, made, monkeypatch, request, what
+):
     """To the bit: weights, optimizer, metrics; for every method, and for what changes a pass."""
+    if "paths" in what:
+        request.getfixturevalue("over_paths")
     given = shared, scratch_model, sums_home
     replayed = run_of(what, tmp_path / "replayed", *given)
     assert sum(each.replays for each in made) > 0 and not any(each.is_off for each in made)
     policy = next(each for each in made if each.kept)
-    assert any(key.learns for key in policy._passes)
+    assert any(key.learns and bool(key.sizes) is ("paths" in what) for key in policy._passes)
+    results = json.loads((replayed / "results.json").read_text())
+    assert (results["replayed_passes"], results["eager_passes"]) == (policy.replays, policy.eager)
     monkeypatch.setattr(graphs, "MOST", 0)
     before = len(made)
     plain = run_of(what, tmp_path / "plain", *given)
@@ -207,7 +232,7 @@ def assert_equal(a, b):
 def test_gradients_are_added_where_they_were(scratch_model, made, monkeypatch, tied):
     """Several packs of two widths in a step, and other numbers in each: the sums are an ordinary pass's to the bit,
     those of embeddings that are the head's weight too."""
-    monkeypatch.setattr(graphs, "STEP", 64)
+    monkeypatch.setattr(nodes, "STEP", 64)
     plain, other = scorer_of(scratch_model, tie_word_embeddings=tied)
     other.graphs.is_off = True
     scorer, optimizer = scorer_of(scratch_model, tie_word_embeddings=tied)
@@ -318,8 +343,11 @@ def test_a_weight_without_a_gradient_gets_none(scratch_model, made):
     assert optimizer.graphs.replays == 2
 
 
-def test_a_replayed_pass_waits_for_nothing(scratch_model, made, monkeypatch):
+@pytest.mark.parametrize("attends", ["masked", "over paths"])
+def test_a_replayed_pass_waits_for_nothing(scratch_model, made, monkeypatch, request, attends):
     """Nothing is read on the host between packs, and nothing is added in any order."""
+    if attends == "over paths":
+        request.getfixturevalue("over_paths")
     monkeypatch.setattr(scoring, "SHARED", 0)  # equal predictions are looked for on a CPU only
     scorer, optimizer = scorer_of(scratch_model)
     for seed in range(2):
@@ -333,7 +361,7 @@ def test_a_replayed_pass_waits_for_nothing(scratch_model, made, monkeypatch):
 
 def test_a_wider_pass_comes_first(scratch_model, made, monkeypatch):
     """Later graphs fit into the memory of earlier ones, so narrower ones are captured again after it."""
-    monkeypatch.setattr(graphs, "STEP", 64)
+    monkeypatch.setattr(nodes, "STEP", 64)
     captured, sizes = PackGraphs._captured, []
     monkeypatch.setattr(
         PackGraphs,
@@ -368,7 +396,7 @@ def test_few_widths():
         one = pack_of(0, tokens)
         wide = padded(one)
         size, width = len(one.tokens_T), len(wide.tokens_T)
-        assert size <= width <= max(size + graphs.STEP, size * 9 / 8)
+        assert size <= width <= max(size + nodes.STEP, size * 9 / 8)
         widths.add(width)
         assert torch.equal(wide.tokens_T[:size], one.tokens_T) and torch.equal(wide.position_T[:size], one.position_T)
         assert torch.equal(wide.end_T[:size], one.end_T)
@@ -377,9 +405,63 @@ def test_few_widths():
     assert padded(wide).tokens_T is wide.tokens_T
 
 
+def tree_of(seed: int, *lengths: int):
+    """A prompt and its completions of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, *rest = (torch.randint(0, 90, (length,), generator=generator).numpy() for length in lengths)
+    [packed] = pack([Example((Node(prompt, False, tuple(Node(ids, True) for ids in rest)),), 0)], 1 << 14)
+    return packed
+
+
+def test_paths_of_equal_sizes_share_a_graph(scratch_model, made, over_paths):
+    """Other trees, in which other keys are gathered and other keys belong to no node: gradients are an ordinary pass's
+    to the bit. A pack of other sizes is computed as usual, and counted."""
+    plain, other = scorer_of(scratch_model)
+    other.graphs.is_off = True
+    scorer, optimizer = scorer_of(scratch_model)
+    trees = [(100, 60, 80), (90, 70, 40), (70, 100, 80), (80, 2, 3, 90), (64, 10, 10, 10, 100)]
+    places, gathered = set(), set()
+    for step, lengths in enumerate(trees):
+        whole = tree_of(step, *lengths)
+        assert_equal(gradients(scorer, optimizer, whole), gradients(plain, other, whole))
+        gathered.add(int(PackedMask(padded(whole)).paths.copies_T.sum()))
+        places |= {made.paths.numbers.data_ptr() for made in optimizer.graphs._passes.values()}
+    assert (optimizer.graphs.replays, optimizer.graphs.eager) == (3, 2) and len(places) == 1 and len(gathered) == 5
+    [key] = optimizer.graphs._passes
+    assert key.sizes == (512, 16 + 1, 256)
+    whole = tree_of(9, 100, *[20] * 16)
+    assert_equal(gradients(scorer, optimizer, whole), gradients(plain, other, whole))
+    assert (optimizer.graphs.replays, optimizer.graphs.eager) == (3, 3)
+
+
+def test_other_passes_are_replayed_if_those_over_paths_cannot_be(scratch_model, made, over_paths, monkeypatch, caplog):
+    """Whichever is captured first."""
+    monkeypatch.setattr(attention, "pays", lambda nodes: any(node.before for node in nodes))
+    plain, other = scorer_of(scratch_model)
+    other.graphs.is_off = True
+    scorer, optimizer = scorer_of(scratch_model)
+
+    def failing(run, others):
+        def refused(*given, **more):
+            raise RuntimeError("not while a graph is captured")
+
+        with monkeypatch.context() as during:
+            during.setattr(nodes, "flash_attention", lambda: refused)
+            return listed(run, others)
+
+    monkeypatch.setattr(graphs, "capture", failing)
+    for step in range(6):
+        packs = [tree_of(step, 100, 60, 80), tree_of(step, 0, 150), tree_of(step, 0, 300)]
+        assert_equal(gradients(scorer, optimizer, *packs), gradients(plain, other, *packs))
+    [line] = [each for each in caplog.messages if "CUDA graphs" in each]
+    assert line == "training continues without CUDA graphs of FlashAttention 4: not while a graph is captured"
+    assert not optimizer.graphs.is_off and {key.sizes for key in optimizer.graphs._passes} == {()}
+    assert optimizer.graphs.replays == 2 * 2
+
+
 def test_only_so_many_passes_are_captured(scratch_model, made, monkeypatch):
     monkeypatch.setattr(graphs, "MOST", 2)
-    monkeypatch.setattr(graphs, "STEP", 64)
+    monkeypatch.setattr(nodes, "STEP", 64)
     scorer, _ = scorer_of(scratch_model)
     with torch.no_grad():
         for tokens in (60, 120, 180, 240) * 3:

@@ -1,8 +1,7 @@
 """Attention over gathered paths, as FlashAttention 4 computes it, is attention in the tree. In its place PyTorch's
-attention is called once for every sequence, with the same arguments."""
+attention is called with a mask, with the same arguments."""
 
-import itertools
-
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,21 @@ from posttrain.models.nodes import Gathered, Paths, Segment, pays
 CPU = torch.device("cpu")
 
 
-def varlen(
+class Unwritten(torch.autograd.Function):
+    """The kernel writes no gradients of keys that belong to no node: they are what was in memory."""
+
+    @staticmethod
+    def forward(ctx, x, key_M):
+        ctx.save_for_backward(key_M)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        [key_M] = ctx.saved_tensors
+        return torch.where(torch.arange(len(grad))[:, None, None] < key_M[-1], grad, torch.nan), None
+
+
+def dense_varlen(
     q,
     k,
     v,
@@ -31,24 +44,32 @@ def varlen(
     window_size,
     deterministic,
 ):
-    """flash_attn_varlen_func: causal from the bottom right."""
+    """flash_attn_varlen_func: causal from the bottom right. No number is read from the tensors."""
     assert causal and deterministic and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert len(cu_seqlens_q) == len(cu_seqlens_k) and q.is_contiguous() and k.is_contiguous()
+    k, v = (Unwritten.apply(x, cu_seqlens_k) for x in (k, v))
+    row, column = torch.arange(len(q), dtype=torch.int32), torch.arange(len(k), dtype=torch.int32)
+    of_row, of_column = (
+        torch.searchsorted(*pair, right=True) for pair in ((cu_seqlens_q, row), (cu_seqlens_k, column))
+    )
+    before = (cu_seqlens_q[of_row] - row)[:, None] - (torch.cat([cu_seqlens_k, cu_seqlens_k[-1:]])[of_column] - column)
     left, right = window_size
-    parts = []
-    pairs = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
-    for (start, stop), (first, last) in pairs:
-        queries, keys = stop - start, last - first
-        assert 0 < queries <= max_seqlen_q and queries <= keys <= max_seqlen_k
-        row, column = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)[None]
-        mask = column <= row
-        if left is not None:
-            assert right == 0
-            mask &= row - column <= left
-        one = [x.transpose(0, 1)[None] for x in (q[start:stop], k[first:last], v[first:last])]
-        out = nn.functional.scaled_dot_product_attention(*one, mask, scale=softmax_scale, enable_gqa=True)
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts), None
+    assert left is None or right == 0
+    mask = (of_row[:, None] == of_column) & (before <= 0) & (-before <= (len(k) if left is None else left))
+    one = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+    out = nn.functional.scaled_dot_product_attention(*one, bias, scale=softmax_scale, enable_gqa=True)
+    return out[0].transpose(0, 1), None
+
+
+def varlen(q, k, v, **more):
+    """The same, and the numbers in the tensors are checked."""
+    query_M, key_M = more["cu_seqlens_q"], more["cu_seqlens_k"]
+    queries, keys = query_M.diff(), key_M.diff()
+    assert query_M[0] == key_M[0] == 0 and query_M[-1] == len(q) and key_M[-1] <= len(k)
+    assert (queries >= 0).all() and (queries <= keys).all()
+    assert queries.max() <= more["max_seqlen_q"] and keys.max() <= more["max_seqlen_k"]
+    return dense_varlen(q, k, v, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +111,30 @@ def test_gradients_of_copies_are_summed_in_float32():
 
 
 def test_nothing_is_gathered_without_ancestors():
-    assert Paths.of(PackedMask(pack_of("rows")).nodes, CPU).token_G is None
-    assert Paths.of(PackedMask(pack_of("a pair")).nodes, CPU).token_G is not None
+    assert not len(Paths.of(PackedMask(pack_of("rows")).nodes, CPU).token_G)
+    assert len(Paths.of(PackedMask(pack_of("a pair")).nodes, CPU).token_G)
+
+
+def test_packs_have_few_sizes():
+    """So that few CUDA graphs serve all packs; what is added is of no node, and no token counts it."""
+    generator, found = np.random.default_rng(0), set()
+    for _ in range(300):
+        prompt, *rest = (int(length) for length in generator.integers(2, 200, 1 + generator.integers(2, 9)))
+        trees = [tree([prompt, *([length] for length in rest)]), tree([200])]
+        [whole] = pack([Example((each,), row) for row, each in enumerate(trees)], 1 << 14)
+        mask = PackedMask(padded(whole))
+        paths, real = Paths.of(mask.nodes, CPU), len(mask.nodes)
+        gathered = sum(node.seen + node.stop - node.start for node in mask.nodes)
+        assert len(paths.query_M) == len(paths.key_M) == 16 + 1
+        assert paths.query_M[real:].unique().tolist() == [len(mask.end_T)]
+        assert paths.key_M[real:].unique().tolist() == [gathered] == [int(paths.copies_T.sum())]
+        assert gathered <= len(paths.token_G) <= max(gathered + nodes.STEP, gathered * 9 / 8)
+        assert sorted(paths.order_G.tolist()) == list(range(len(paths.token_G)))
+        longest = int(paths.key_M.diff().max())
+        assert longest <= paths.longest < 2 * longest
+        found.add((len(mask.end_T), *paths.sizes))
+    assert len(found) < 40
+    assert len(Paths.of(segments(*[(0, 2)] * 20), CPU).query_M) == 32 + 1
 
 
 def segments(*lengths: tuple[int, int]) -> list[Segment]:

@@ -29,6 +29,7 @@ from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES, use_triton
+from posttrain.models.graphs import padded
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
 from posttrain.models.nodes import Paths
@@ -232,15 +233,17 @@ def paths_are_dense(setup: Setup, shape: str, size: int) -> dict[str, float]:
     """Compare attention over gathered paths with dense attention and with itself, in bfloat16, with gradients."""
     trees = [tree(nodes) for nodes in SHAPES[shape]]
     [whole] = pack([Example((each,), row) for row, each in enumerate(trees)], 1 << 14)
-    mask = PackedMask(whole.to(setup.device))
-    tokens, worst = len(whole.tokens_T), 0.0
+    mask = PackedMask(padded(whole.to(setup.device)))
+    tokens, worst = len(mask.end_T), 0.0
     torch.manual_seed(0)
     given = [
         torch.randn(1, heads, tokens, size).to(setup.device, torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
     ]
-    weight, paths = torch.randn(1, 4, tokens, size).to(setup.device), Paths.of(mask.nodes, setup.device)
+    paths, real = Paths.of(mask.nodes, setup.device), slice(0, mask.num_tokens)
+    weight = torch.randn(1, 4, mask.num_tokens, size).to(setup.device)
     for window in (None, 100):
         outs = [paths.attend(*given, size**-0.5, window).float() for _ in range(2)] + [dense(mask, given, window)]
+        outs = [out[:, :, real] for out in outs]
         ours, again, want = [(o, *torch.autograd.grad((o * weight).sum(), given)) for o in outs]
         if not all(map(torch.equal, ours, again)):
             raise CheckError("two passes differ")

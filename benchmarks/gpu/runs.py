@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.gpu.common import Case, CheckError, Setup
+from benchmarks.gpu.common import FLASH, Case, CheckError, Setup
 from posttrain import runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.models import graphs
+from posttrain.models import attention, graphs
 from posttrain.models.graphs import PackGraphs
 from posttrain.quickstart import Size, quickstart
 from posttrain.quickstart.model import make_model
@@ -80,6 +81,7 @@ def replayed(setup: Setup) -> Iterator[Case]:
     for name, (method, changes) in REPLAYED.items():
         needs = ("CUDA", "bitsandbytes") if changes.get("model.load_in_4bit") else ("CUDA",)
         yield Case(f"replay = eager, {name}", partial(replays_change_nothing, setup, method, changes), needs)
+    yield Case(f"replay = eager, {FLASH}", partial(replays_over_paths, setup), ("CUDA", FLASH))
 
 
 def home(setup: Setup) -> Path:
@@ -204,6 +206,17 @@ def replays_change_nothing(setup: Setup, method: str, changes: Mapping[str, Any]
     if different := [name for name in sides[0] if not torch.equal(sides[0][name], sides[1][name])]:
         raise CheckError(f"{len(different)} of {len(sides[0])} tensors differ, such as {different[0]}")
     return {"replays": replays, "note": f"{replays} passes replayed"}
+
+
+def replays_over_paths(setup: Setup) -> dict[str, Any]:
+    """The same for a model with heads of 64, if FlashAttention 4 computes the attention of every pack."""
+    folder = home(setup).with_name("arithmetic-64")
+    if not folder.exists():
+        config = AutoConfig.from_pretrained(home(setup) / "model", head_dim=64)
+        AutoTokenizer.from_pretrained(home(setup) / "model").save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with patch.object(attention, "pays", lambda nodes: True):
+        return replays_change_nothing(setup, "dpo", {"model.path": str(folder)})
 
 
 def whole_quickstart() -> dict[str, Any]:

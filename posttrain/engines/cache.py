@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from posttrain.models.families import head_size
+
 CACHE_BYTES = 4 << 30  # maximum size of keys and values in main memory
 GPU_SHARE = 4  # on a GPU, keys and values take at most a quarter of its memory
 FEWEST_COLUMNS = 32  # minimum columns of completions; with fewer, PyTorch may multiply small matrices by a slow path
@@ -95,10 +97,6 @@ def numbers_per_token(config: PreTrainedConfig) -> int:
     """The number of values in one token's keys and values in all layers."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_size(config)
-
-
-def head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def in_columns(length: int) -> int:

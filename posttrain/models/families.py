@@ -108,6 +108,12 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def head_size(text: PreTrainedConfig) -> int:
+    """Return the dimensions of a head of attention; 0 if the configuration does not say."""
+    heads = getattr(text, "num_attention_heads", 1)
+    return getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+
+
 def check_longest(config: PreTrainedConfig, longest: int) -> None:
     """Raise ModelError for a sequence of `longest` tokens if the model's table of positions is shorter."""
     limit = positions_of(config)

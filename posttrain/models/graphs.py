@@ -25,12 +25,10 @@ from posttrain.base.log import log
 from posttrain.batch import Pack
 from posttrain.config import RunConfig
 from posttrain.models.attention import NARROWEST, PackedMask, lacking_for_triton
-from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, trains_rows
-from posttrain.models.nodes import Paths
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, head_size, trains_rows
+from posttrain.models.nodes import HEADS, Paths, rounded
 
 MOST = 32  # passes that are captured; others stay as they are
-STEP = 256  # tokens by which widths differ, at least
-LONG = 6144  # tokens from which a pass takes longer than its launches: a faster attention gains more than a graph
 FAILED: list[torch.cuda.CUDAGraph] = []  # kept, because the allocator refers to them
 T = TypeVar("T")
 
@@ -102,7 +100,7 @@ def without_graphs(
     ropes = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     by_rows = not family.packed or any(model.attention not in ("auto", "packed") for model in config.models)
     lacks_kernels = torch.cuda.is_available() and lacking_for_triton() is not None  # a plan may be for another machine
-    head = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // getattr(text, "num_attention_heads", 1)
+    head = head_size(text)
     colocated = config.method.samples_completions and rollout.engine == "vllm" and rollout.vllm.base_url is None
     reasons = {
         "training.cuda_graphs is false": not config.training.cuda_graphs,
@@ -122,11 +120,9 @@ def without_graphs(
 
 
 def padded(pack: Pack) -> Pack:
-    """Return the pack with tokens that see only themselves, so that few widths occur: eight between one and its double,
-    but multiples of STEP."""
+    """Return the pack with tokens that see only themselves, so that few widths occur."""
     tokens = len(pack.tokens_T)
-    step = max(STEP, 1 << max(tokens.bit_length() - 4, 0))
-    more = torch.arange(tokens, -(-tokens // step) * step, device=pack.tokens_T.device)
+    more = torch.arange(tokens, rounded(tokens), device=pack.tokens_T.device)
     if not len(more):
         return pack
     tails = {"tokens_T": torch.zeros_like(more), "position_T": torch.zeros_like(more), "end_T": more + 1}
@@ -135,6 +131,7 @@ def padded(pack: Pack) -> Pack:
 
 class _Key(NamedTuple):
     width: int
+    sizes: tuple[int, ...]  # of the paths for FlashAttention 4; empty: FlexAttention
     learns: bool  # whether there is a backward pass
     mode: tuple[Any, ...]  # training or evaluation, and the state of adapters
 
@@ -144,6 +141,7 @@ class _Pass:
     """A captured pass, and the tensors at its addresses."""
 
     pack: Pack
+    paths: Paths | None
     forward: torch.cuda.CUDAGraph
     hidden_T: Tensor
     backward: torch.cuda.CUDAGraph | None = None
@@ -175,38 +173,43 @@ class PackGraphs:
         self._met: dict[_Key, tuple[int, Pack]] = {}  # how often, and the last pack
         self._waiting: weakref.ref[_Token] | None = None  # of the forward pass whose backward pass has not come yet
         self.is_off = trains_rows(self._embeddings)
-        self.replays = 0
+        self._without_paths = False  # whether passes of FlashAttention 4 could not be captured
+        text = base.config.get_text_config()
+        self._takes_paths = head_size(text) in HEADS and not getattr(text, "attn_logit_softcapping", None)
+        self.replays = self.eager = 0  # passes that were replayed, and that were not
         self.kept: set[Tensor] = set()  # the masters whose gradients have fixed addresses
         model.__dict__[self.NAME] = self
 
     def states(self, pack: Pack) -> Tensor:
         """Return the last hidden states of a pack's tokens, with gradients if they are on: (T, D), and further rows, to
         which the pack is padded."""
-        learns, pack = torch.is_grad_enabled() and self._start.requires_grad, padded(pack)
-        if len(pack.tokens_T) >= LONG and (paths := PackedMask(pack).paths) is not None:
+        pack = padded(pack)
+        paths, learns = self._paths(pack), torch.is_grad_enabled() and self._start.requires_grad
+        if (made := self._pass_for(pack, paths, learns)) is None:
+            self.eager += 1
             return self._run(pack, paths)
-        if self.is_off or self._is_special() or (learns and self._waits()):
-            return self._run(pack)
-        if (now := addresses(self._weights)) != self._addresses:
-            self.release()
-            self._addresses = now
-        key = _Key(len(pack.tokens_T), learns, self._mode())
-        if key not in self._passes:
-            times, _ = self._met.get(key, (0, None))
-            self._met[key] = times + 1, pack
-            if learns or not times or self._is_full(learns):  # those with gradients are captured between updates
-                return self._run(pack)
-            self._capture(key)
-            if self.is_off:
-                return self._run(pack)
-        made = self._passes[key]
-        for name in self.VARYING:
-            getattr(made.pack, name).copy_(getattr(pack, name))
         self.replays += 1
+        torch._foreach_copy_(self._varying(made.pack, made.paths), self._varying(pack, paths))
         if learns:
             return _Replay.apply(self, made, self._start, *self._outside)
         made.forward.replay()
         return made.hidden_T.clone()  # the next replay overwrites it
+
+    def _pass_for(self, pack: Pack, paths: Paths | None, learns: bool) -> _Pass | None:
+        """Return the captured pass that computes this pack, if there is one. It may be captured now."""
+        is_off = self.is_off or (self._without_paths and paths is not None)
+        if is_off or self._is_special() or (learns and self._waits()):
+            return None
+        if (now := addresses(self._weights)) != self._addresses:
+            self.release()
+            self._addresses = now
+        key = _Key(len(pack.tokens_T), () if paths is None else paths.sizes, learns, self._mode())
+        if key not in self._passes:
+            times, _ = self._met.get(key, (0, None))
+            self._met[key] = times + 1, pack
+            if times and not learns and not self._is_full(learns):  # those with gradients are captured between updates
+                self._capture(key)
+        return self._passes.get(key)
 
     def prepare(self) -> None:
         """Capture the passes with gradients that were met more than once, widest first: later ones fit into the memory
@@ -220,7 +223,7 @@ class PackGraphs:
                 self._met[key] = 2, self._passes.pop(key).pack
             due += [key for key in learning if key.mode == mode]
         for key in sorted(due, reverse=True):
-            if not (self.is_off or self._is_full(learns=True)):
+            if key in self._met and not (self.is_off or self._is_full(learns=True)):
                 self._capture(key)
         if self.is_off:
             for master in self.kept:
@@ -253,7 +256,13 @@ class PackGraphs:
         """Whether the backward pass of a replayed forward pass has not come yet, which needs that pass's memory."""
         return self._waiting is not None and self._waiting() is not None
 
-    def _run(self, pack: Pack, paths: Paths | None = None) -> Tensor:
+    def _paths(self, pack: Pack) -> Paths | None:
+        return PackedMask(pack).paths if self._takes_paths else None
+
+    def _varying(self, pack: Pack, paths: Paths | None) -> list[Tensor]:
+        return [*(getattr(pack, name) for name in self.VARYING), *([] if paths is None else [paths.numbers])]
+
+    def _run(self, pack: Pack, paths: Paths | None) -> Tensor:
         inputs, mask = {"input_ids": pack.tokens_T[None], "position_ids": pack.position_T[None]}, PackedMask(pack)
         mask.paths = paths
         return self._backbone(**inputs, use_cache=False, packed=mask).last_hidden_state[0]
@@ -273,23 +282,24 @@ class PackGraphs:
             log.debug("captured a pass of %d tokens as a CUDA graph", key.width)
         except Exception as error:  # of PyTorch, Triton or a library that the model calls
             self.release()
-            self.is_off = True
+            self._without_paths, self.is_off = bool(key.sizes), not key.sizes
             if key.learns:
                 for tensor in (*self._masters, *self._outside_masters, *self._trained):
                     tensor.grad = None
                 self.kept.clear()
-            log.warning("training continues without CUDA graphs: %s", str(error).strip().partition("\n")[0])
+            of = " of FlashAttention 4" if key.sizes else ""
+            log.warning("training continues without CUDA graphs%s: %s", of, str(error).strip().partition("\n")[0])
 
     def _captured(self, pack: Pack, learns: bool) -> _Pass:
         """Capture a pass. Raises RuntimeError if PyTorch cannot, or if a replay differs from an ordinary pass."""
         pack = replace(pack, **{name: getattr(pack, name).clone() for name in self.VARYING})
-        device = pack.tokens_T.device
+        device, paths = pack.tokens_T.device, self._paths(pack)
         others = [made.forward for key, made in self._passes.items() if key.learns is learns]
         if learns and not self._outside_grads:
             self._outside_grads = [torch.zeros_like(weight) for weight in self._outside]
         with same_numbers(device):
             with beside(device):
-                want = self._run(pack)
+                want = self._run(pack, paths)
                 grad_T = want.detach().clone()  # any gradient
                 if learns:
                     self._backward(want, grad_T)
@@ -301,8 +311,8 @@ class PackGraphs:
                     master.grad = torch.zeros_like(master)
             self.kept.update(given)
         with same_numbers(device):
-            forward, hidden_T = capture(lambda: self._run(pack), others)
-            made = _Pass(pack, forward, hidden_T.detach())
+            forward, hidden_T = capture(lambda: self._run(pack, paths), others)
+            made = _Pass(pack, paths, forward, hidden_T.detach())
             if learns:
                 made.grad_T = grad_T
                 made.backward, _ = capture(lambda: self._backward(hidden_T, grad_T), [forward])

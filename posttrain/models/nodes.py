@@ -21,6 +21,13 @@ from posttrain.batch import sent
 
 BLOCK = 128  # tokens of one block of FlexAttention's mask
 HEADS = (64, 96, 128, 256)  # sizes that FlashAttention 4 supports
+STEP = 256  # tokens by which the sizes of packs for CUDA graphs differ, at least
+
+
+def rounded(tokens: int) -> int:
+    """Return the size to which so many tokens are padded: eight between one and its double, but multiples of STEP."""
+    step = max(STEP, 1 << max(tokens.bit_length() - 4, 0))
+    return -(-tokens // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +58,59 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The keys of the nodes' paths: G gathered keys of M nodes."""
+    """The keys of the nodes' paths: G gathered keys of M nodes.
 
-    token_G: Tensor | None  # the token of each gathered key; None: every node is its own path
+    So that a CUDA graph serves many packs, G, M and the longest path are rounded up: further nodes are empty, and
+    further keys belong to no node.
+    """
+
+    numbers: Tensor  # all of the following, one after another, int32
+    query_M: Tensor  # start of each node's queries, and the end of the last
+    key_M: Tensor  # start of each node's keys, and the end of the last
+    token_G: Tensor  # the token of each gathered key; empty: every node is its own path
     order_G: Tensor  # the gathered keys, by their tokens
     copies_T: Tensor  # how often each token is gathered
-    query_M: Tensor  # start of each node's queries, and the end of the last, int32
-    key_M: Tensor  # start of each node's keys, and the end of the last, int32
-    longest: tuple[int, int]  # queries of a node, and keys
+    longest: int  # at least the keys of the longest path
 
     @classmethod
     def of(cls, nodes: Sequence[Segment], device: torch.device) -> Paths:
-        paths = [(*node.before, slice(node.start, node.stop)) for node in nodes]
-        token = np.concatenate([np.arange(part.start, part.stop) for path in paths for part in path])
-        queries = np.array([node.stop - node.start for node in nodes])
-        keys = queries + [node.seen for node in nodes]
-        starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
-        parts = [token, np.argsort(token, kind="stable"), np.bincount(token, minlength=nodes[-1].stop), *starts]
-        whole = sent(torch.from_numpy(np.concatenate(parts)), device)
-        token_G, order_G, copies_T, query_M, key_M = whole.split([len(part) for part in parts])
-        shared = None if len(token) == nodes[-1].stop else token_G
-        longest = int(queries.max()), int(keys.max())
-        return cls(shared, order_G, copies_T, query_M.int(), key_M.int(), longest)
+        sizes = np.zeros((2, 1 + max(16, 1 << (len(nodes) - 1).bit_length())), np.int64)
+        sizes[0, 1 : len(nodes) + 1] = [node.stop - node.start for node in nodes]
+        sizes[1, 1 : len(nodes) + 1] = [node.seen + node.stop - node.start for node in nodes]
+        token = order = copies = np.empty(0, np.int64)
+        if any(node.before for node in nodes):
+            runs = (part for node in nodes for part in (*node.before, slice(node.start, node.stop)))
+            token = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+            more = rounded(len(token)) - len(token)
+            order = np.concatenate([np.argsort(token, kind="stable"), np.arange(more) + len(token)])
+            token, copies = np.pad(token, (0, more)), np.bincount(token, minlength=nodes[-1].stop)
+        parts = [*sizes.cumsum(1), token, order, copies]
+        numbers = sent(torch.from_numpy(np.concatenate(parts).astype(np.int32)), device)
+        query_M, key_M, token_G, order_G, copies_T = numbers.split([len(part) for part in parts])
+        longest = 1 << int(sizes.max() - 1).bit_length()
+        return cls(numbers, query_M, key_M, token_G, order_G, copies_T, longest)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a CUDA graph does not read from `numbers`."""
+        return len(self.token_G), len(self.query_M), self.longest
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """query (1, H, T, d), key and value (1, H_kv, T, d) -> (1, H, T, d)."""
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-        if self.token_G is not None:
+        if len(self.token_G):
             k, v = (Gathered.apply(tensor, self.token_G, self.order_G, self.copies_T) for tensor in (k, v))
         out = flash_attention()(
-            q, k, v, cu_seqlens_q=self.query_M, cu_seqlens_k=self.key_M, max_seqlen_q=self.longest[0],
-            max_seqlen_k=self.longest[1], softmax_scale=scaling, causal=True, deterministic=True,
+            q, k, v, cu_seqlens_q=self.query_M, cu_seqlens_k=self.key_M, max_seqlen_q=self.longest,
+            max_seqlen_k=self.longest, softmax_scale=scaling, causal=True, deterministic=True,
             window_size=(None, None) if window is None else (window - 1, 0),
         )  # fmt: skip
         return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
 
 
 class Gathered(torch.autograd.Function):
-    """x[token_G] for x (T, H, d). The gradients of a token's copies are summed in float32, in their order."""
+    """x[token_G] for x (T, H, d). The gradients of a token's copies are summed in float32, in their order. Those of
+    keys that belong to no node, which the kernel leaves as they were in memory, come last and are not read."""
 
     @staticmethod
     def forward(ctx, x: Tensor, token_G: Tensor, order_G: Tensor, copies_T: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ def activations(
     policy.train(config.method.dropout)
     mask = masks(pack, pack.last_S if config.method.head == "reward" else pack.read_U)
     mask.masks(None, dtype)
+    _ = mask.paths  # made of tensors, so not while they are simulated
     kept, working, saved = _simulate(policy, pack, mask, checkpointing)
     return kept + sum(saved[inner[kind]] for kind in types[layers - 1 : depth - 1]), working
 
@@ -77,6 +78,9 @@ class _OneKernel(PackedMask):
         return []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        if self.paths is not None and len(self.paths.token_G):  # FlashAttention 4 saves the gathered keys and values
+            more = len(self.paths.token_G) - key.shape[2]
+            key, value = (nn.functional.pad(x, (0, 0, 0, more)) for x in (key, value))
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 

@@ -199,6 +199,9 @@ def finish(loop: Loop) -> None:
         "start": last_values(lines[::-1]),
         "final": last_values(lines),
     }
+    if (graphs := loop.optimizer.graphs) is not None:
+        results |= {"replayed_passes": graphs.replays, "eager_passes": graphs.eager}
+        log.info("CUDA graphs replayed %d of %d passes", graphs.replays, graphs.replays + graphs.eager)
     if state.best is not None:
         results["best"] = {str(job.config.best_metric): state.best}
     run.write_results(results)

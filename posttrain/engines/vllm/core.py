@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
 from posttrain.base.imports import installing, need
 from posttrain.base.words import first_line
-from posttrain.engines.cache import head_size, numbers_per_token
+from posttrain.engines.cache import numbers_per_token
 from posttrain.engines.protocol import Request, Sampling, StopTexts
-from posttrain.models.families import positions_of
+from posttrain.models.families import head_size, positions_of
 
 VERSIONS = ("0.32",)  # supported versions of vLLM, whose internals change between versions
 MAX_ROWS = 256  # maximum number of live completions
