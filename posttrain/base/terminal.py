@@ -94,10 +94,7 @@ def outliving(quits: bool) -> Iterator[None]:
 @contextmanager
 def enduring() -> Iterator[None]:
     """Inside the block, continue without output if the reader of a pipe ends (`… | head`) or the terminal closes."""
-
-    def note(number: int, frame: object) -> None:
-        log.warning("the terminal was closed: continuing without it")
-
+    message = "the terminal was closed: continuing without it"
     hang_up = [HANGUP] if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_DFL else []
-    with outliving(quits=False), handling(note, *hang_up):
+    with outliving(quits=False), handling(lambda number, frame: log.warning(message), *hang_up):
         yield

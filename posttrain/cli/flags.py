@@ -185,9 +185,7 @@ def _declared(typed: str, declared: set[str]) -> tuple[str | None, bool]:
     if typed in _spellings():
         return _spellings()[typed], False
     positive = _spellings().get(typed.replace("no-", "", 1))
-    if "no-" in typed and positive in _switches():
-        return positive, True
-    return None, False
+    return (positive, True) if "no-" in typed and positive in _switches() else (None, False)
 
 
 def _switch_value(typed: str, equals: str, value: str, negated: bool, rest: list[str]) -> str:

@@ -179,10 +179,10 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
         say(f"there are no snapshots in {output_dir}")
         return
     columns = [Column("snapshot", folds=True), Column("run", folds=True), Column("made"), Column("size", right=True)]
-    rows = [
-        [copy.folder.name, copy.run.name, _local(copy.made), in_units(copy.size), copy.problem or copy.note]
-        for copy in stored
-    ]
+    rows = []
+    for copy in stored:
+        made = f"{datetime.fromisoformat(copy.made).astimezone():%Y-%m-%d %H:%M}" if copy.made else ""
+        rows.append([copy.folder.name, copy.run.name, made, in_units(copy.size), copy.problem or copy.note])
     say("\n".join(table_lines([*columns, Column("note", folds=True)], rows, shutil.get_terminal_size().columns)))
 
 
@@ -220,10 +220,6 @@ def export(
     path = (output or Path(f"{target.resolve().name}.tar.gz")).expanduser()
     sizes = pack_run(target, path, not no_checkpoints, overwrite)
     say(f"{path}: {counted(len(sizes), 'file')}, {in_units(sum(sizes))}, packed {in_units(path.stat().st_size)}")
-
-
-def _local(time: str) -> str:
-    return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}" if time else ""
 
 
 def _snapshot(name: str, root: Path) -> Path | None:

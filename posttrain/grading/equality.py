@@ -140,9 +140,7 @@ def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
         return left[0] == right[0] and not (left[1] and right[1] and not _same(left[1], right[1], depth - 1))
     if left and left[1]:
         return _same(left[1], answer, depth - 1)
-    if right and right[1]:
-        return _same(gold, right[1], depth - 1)
-    return None
+    return _same(gold, right[1], depth - 1) if right and right[1] else None
 
 
 def _as_occasions(gold: str, answer: str, depth: int) -> bool | None:

@@ -235,9 +235,7 @@ def _vanishes(difference: sympy.Expr, left: sympy.Expr, right: sympy.Expr, point
         if not all(e.is_number and e.is_finite for e in (value, *sides)):
             return None
         scale = max(abs(side) for side in sides)
-        if scale < CLOSE:
-            return None
-        return bool(abs(value) <= CLOSE * scale)
+        return None if scale < CLOSE else bool(abs(value) <= CLOSE * scale)
     except MemoryError:
         raise
     except Exception:  # no value at this point: a pole, an undefined function, an order of magnitude beyond mpmath

@@ -77,13 +77,11 @@ class Weights:
 def weights_for(folder: Path, step: int) -> Weights:
     """The weights that a step began with, or the nearest earlier weights. Damaged checkpoints are skipped."""
     skipped = []
-    for path in reversed(list_checkpoints(folder)):
-        if step_of(path) >= step:
-            continue
-        if problems := verify(path) or problems_of(path):
-            skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
-            continue
-        return Weights(step, path, Saved.read(path).loop, tuple(skipped))
+    for path in (path for path in reversed(list_checkpoints(folder)) if step_of(path) < step):
+        problems = verify(path) or problems_of(path)
+        if not problems:
+            return Weights(step, path, Saved.read(path).loop, tuple(skipped))
+        skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
     return Weights(step, None, State(), tuple(skipped))
 
 

@@ -63,10 +63,7 @@ class Kernels:
         """Return the chains made of a module's `rms_norm`, `swiglu`, `rotate` and their gradients."""
 
         def chain(function: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def call(*inputs: Any) -> Tensor:
-                return function.apply(operations, *inputs) if torch.is_grad_enabled() else plain(*inputs)
-
-            return call
+            return lambda *inputs: function.apply(operations, *inputs) if torch.is_grad_enabled() else plain(*inputs)
 
         return cls(
             norm=chain(RMSNorm, lambda x, weight, eps: operations.rms_norm(x, weight, eps)[0]),

@@ -178,14 +178,11 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
         orders = (epoch_order(config, data.train, epoch) for epoch in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(batches(data.train, order) for order in orders), total)
 
-    def validation(dataset: Dataset) -> Callable[[], Iterator[list[Example]]]:
-        return lambda: batches(dataset, np.arange(len(dataset)))
-
     order = ("shuffled" if config.data.shuffle else "in-order") + ("-after-previous" if in_order else "")
     portions = [Portion(f"train-{total}-steps-of-{size}-{order}", training, total)]
     for name, dataset in data.validation.items():
         batched = f"{name}-after-previous" if in_order else f"{name}-batches-of-{size}"
-        portions.append(Portion(batched, validation(dataset), -(-len(dataset) // size)))
+        portions.append(Portion(batched, partial(batches, dataset, np.arange(len(dataset))), -(-len(dataset) // size)))
     return portions
 
 
