@@ -32,11 +32,6 @@ class Record:
     problem: str | None = None
     identity: Any = None  # the part of the value that identifies the row; None: the whole value
 
-    @property
-    def is_csv(self) -> bool:
-        """Whether the row comes from a CSV file, so that every value is a string."""
-        return Path(self.file.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")
-
 
 def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
     """Yield the rows of all files, in order. Raises DataError if a file is missing, damaged, empty or UTF-16, or if its

@@ -314,7 +314,8 @@ class Reader:
         record is malformed."""
         if record.value is None:
             raise RowError(record.problem)
-        row = layout.read(record.value, self.template, record.is_csv, self.behavior_version)
+        is_csv = Path(record.file.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")  # every value is a string
+        row = layout.read(record.value, self.template, is_csv, self.behavior_version)
         row = self.kind.shape(row, record.value)
         own_tags = self.template.has_tags and layout.name == "problem_answer" and self.behavior_version > 1
         if self.data.strip_think and not own_tags:  # own tags: solutions are stripped before tags are added

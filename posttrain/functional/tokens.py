@@ -281,7 +281,7 @@ class _OfRows(torch.autograd.Function):
         shape = logits.shape[:-1] if index is None else index.shape
         value = torch.empty(shape, dtype=_dtype(logits), device=logits.device)
         for rows in _chunks(logits, chunk_size):
-            logprob = _log_softmax(logits[rows])
+            logprob = logits[rows].log_softmax(-1, dtype=_dtype(logits))
             if index is None:
                 value[rows] = -(logprob.exp() * _finite(logprob)).sum(-1)
             else:
@@ -296,7 +296,7 @@ class _OfRows(torch.autograd.Function):
         [grad] = grad_outputs
         by_logits = torch.empty_like(logits)
         for rows in _chunks(logits, ctx.chunk_size):
-            logprob = _log_softmax(logits[rows])
+            logprob = logits[rows].log_softmax(-1, dtype=_dtype(logits))
             if index is None:
                 chunk = logprob.exp() * (_finite(logprob) + value[rows][..., None]) * -grad[rows][..., None]
             else:
@@ -312,10 +312,6 @@ def _chunks(logits: Tensor, size: int) -> Iterator[tuple[Tensor, ...]]:
     for start in range(0, math.prod(leading), size):
         stop = min(start + size, math.prod(leading))
         yield torch.unravel_index(torch.arange(start, stop, device=logits.device), leading) if leading else ()
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1, dtype=_dtype(logits))
 
 
 def _finite(logprob: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def checkpoints_gradients(
         return wanted is True
     tokens = config.training.tokens_per_pack
     whole = pack([Example((Node(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
-    card = _memory_of(device) if card is None else card
+    card = torch.cuda.get_device_properties(device).total_memory if card is None else card
     empty = empty_model(config, model)
     peak = estimate(config, model, empty, whole, device, False, card, ranks, captured=False).peak
     return peak > SAFE * card
@@ -125,7 +125,7 @@ def estimate(
     whether CUDA graphs replay the packs; None: if there is room, and nothing else rules it out.
     """
     if device.type == "cuda" and card is None:
-        card = _memory_of(device)
+        card = torch.cuda.get_device_properties(device).total_memory
     fullest = packs[0] if captured is not True else padded(packs[0])
     dtype = compute_dtype(model, device)
     width = dtype.itemsize
@@ -206,10 +206,6 @@ def _between_steps(
         parts = {name: size // ranks for name, size in parts.items()}
         parts["gathered weights"] = gathered(empty, width)
     return parts, host
-
-
-def _memory_of(gpu: torch.device) -> int:
-    return torch.cuda.get_device_properties(gpu).total_memory
 
 
 def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device: torch.device, card: int | None) -> int:
