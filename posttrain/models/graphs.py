@@ -207,7 +207,7 @@ class PackGraphs:
         if key not in self._passes:
             times, _ = self._met.get(key, (0, None))
             self._met[key] = times + 1, pack
-            if times and not learns and not self._is_full(learns):  # those with gradients are captured between updates
+            if times and not learns:  # those with gradients are captured between updates
                 self._capture(key)
         return self._passes.get(key)
 
@@ -223,7 +223,7 @@ class PackGraphs:
                 self._met[key] = 2, self._passes.pop(key).pack
             due += [key for key in learning if key.mode == mode]
         for key in sorted(due, reverse=True):
-            if key in self._met and not (self.is_off or self._is_full(learns=True)):
+            if key in self._met and not self.is_off:
                 self._capture(key)
         if self.is_off:
             for master in self.kept:
@@ -239,9 +239,6 @@ class PackGraphs:
         """Set the gradients of `kept` to 0."""
         if self.kept:
             torch._foreach_zero_([master.grad for master in self.kept if master.grad is not None])
-
-    def _is_full(self, learns: bool) -> bool:
-        return sum(key.learns is learns for key in self._passes) >= MOST
 
     def _mode(self) -> tuple[Any, ...]:
         return self._model.training, *states_of(self._adapters)
@@ -276,6 +273,8 @@ class PackGraphs:
             master.grad = None
 
     def _capture(self, key: _Key) -> None:
+        if sum(other.learns is key.learns for other in self._passes) >= MOST:
+            return
         _, pack = self._met.pop(key)
         try:
             self._passes[key] = self._captured(pack, key.learns)

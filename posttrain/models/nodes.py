@@ -143,9 +143,8 @@ def pays(nodes: Sequence[Segment]) -> bool:
 @functools.cache
 def has_flash_attention() -> bool:
     """Whether FlashAttention 4 can be used: a Hopper GPU, and posttrain[hopper]."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    return all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn.cute"))
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return is_hopper and all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn.cute"))
 
 
 @functools.cache

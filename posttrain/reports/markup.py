@@ -94,6 +94,4 @@ def _name(key: str) -> str:
 def _child(child: Child) -> str:
     if child is None:
         return ""
-    if isinstance(child, Iterable) and not isinstance(child, str):
-        return join(child)
-    return text(child)
+    return join(child) if isinstance(child, Iterable) and not isinstance(child, str) else text(child)

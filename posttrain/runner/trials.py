@@ -287,9 +287,7 @@ def is_hopeless(curve: Curve, earlier: Sequence[Curve], lower_is_better: bool) -
     """Whether the best value of `curve` is worse than `median_to_beat` at its last step."""
     values = [_worst(value, lower_is_better) for at, value in curve if at > 0]
     median = median_to_beat(curve[-1][0], earlier, lower_is_better) if len(values) >= PATIENCE else None
-    if median is None:
-        return False
-    return min(values) > median if lower_is_better else max(values) < median
+    return median is not None and (min(values) > median if lower_is_better else max(values) < median)
 
 
 def _worst(value: float | None, lower_is_better: bool) -> float:

@@ -255,9 +255,7 @@ class Loop:
         settings, step = self.job.config.evaluation, self.state.step
         if settings.eval_steps == -1 or not (self.data.validation or self._suites.sizes) or self.state.evaluated:
             return False
-        if step == 0:
-            return settings.at_start
-        return step % settings.eval_steps == 0 or step == self.total
+        return settings.at_start if step == 0 else step % settings.eval_steps == 0 or step == self.total
 
     def evaluate(self, objective_of: ObjectiveOf, with_previous: bool) -> None:
         """Evaluate every validation set without gradients, log the metrics, and save the model if it is the best yet.
