@@ -134,7 +134,7 @@ ONLINE = {
 
 def run_of(what, folder, shared, scratch_model, sums_home, *overrides, **more):
     """A run of five steps, with few widths."""
-    nodes.STEP = 256 if what in ONLINE else 2048  # `made` puts it back
+    nodes.STEP = 256 if what in ONLINE else 1024  # `made` puts it back
     if what in ONLINE:
         method, training = dict(ONLINE[what]), {"max_steps": 4, "batch_size": 4}
         if what == "distill":
@@ -150,6 +150,7 @@ def run_of(what, folder, shared, scratch_model, sums_home, *overrides, **more):
     sections["evaluation"] = {"eval_steps": -1}
     sections["checkpoint"] = {"save_steps": 2, "save_total_limit": None, "best_metric": None}
     del sections["data"]["validation"]
+    sections["data"]["max_length"] = 250
     start(folder, sections, *overrides, **more)
     return folder / "run"
 
