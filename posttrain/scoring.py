@@ -148,8 +148,7 @@ def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
         return pack.last_S
     seen_ST, index_T = pack.seen_ST(), torch.arange(len(pack.tokens_T), device=pack.tokens_T.device)
     real_S = index_T.where(seen_ST & (pack.tokens_T != pad), -1).amax(1)
-    first_S = seen_ST.int().argmax(1)
-    return real_S.where(real_S >= 0, first_S)
+    return real_S.where(real_S >= 0, seen_ST.int().argmax(1))
 
 
 def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:

@@ -15,7 +15,7 @@ from test_resume import assert_same_run, settings, start
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from posttrain import scoring
 from posttrain.batch import Example, Node, pack
@@ -102,7 +102,7 @@ def over_paths(monkeypatch):
     """Attention over gathered paths, as by FlashAttention 4 on a GPU."""
     monkeypatch.setattr(attention, "has_flash_attention", lambda: True)
     monkeypatch.setattr(attention, "pays", lambda nodes: True)
-    monkeypatch.setattr(graphs, "HEADS", range(1, 65))
+    monkeypatch.setattr(attention, "HEADS", range(1, 65))
     monkeypatch.setattr(nodes, "flash_attention", lambda: dense_varlen)
 
     def over_its_paths(self, module, query, key, value, how):
@@ -378,6 +378,19 @@ def test_a_wider_pass_comes_first(scratch_model, made, monkeypatch):
     assert sizes == [128, 192, 128] and optimizer.graphs.replays == 3
 
 
+def test_a_pass_with_more_gathered_keys_comes_first(scratch_model, made, over_paths, monkeypatch):
+    captured, sizes = PackGraphs._captured, []
+    monkeypatch.setattr(
+        PackGraphs,
+        "_captured",
+        lambda self, pack, learns: sizes.append(len(PackedMask(pack).paths.token_G)) or captured(self, pack, learns),
+    )
+    scorer, optimizer = scorer_of(scratch_model)
+    for lengths in [(100, 60, 80)] * 3 + [(100, 60, 60, 30)] * 3:
+        gradients(scorer, optimizer, tree_of(0, *lengths))
+    assert sizes == [512, 640, 512]
+
+
 def test_inference_mode_captures_nothing(scratch_model, made):
     """Its tensors could not be filled with another pack later."""
     scorer, optimizer = scorer_of(scratch_model)
@@ -429,10 +442,30 @@ def test_paths_of_equal_sizes_share_a_graph(scratch_model, made, over_paths):
         places |= {made.paths.numbers.data_ptr() for made in optimizer.graphs._passes.values()}
     assert (optimizer.graphs.replays, optimizer.graphs.eager) == (3, 2) and len(places) == 1 and len(gathered) == 5
     [key] = optimizer.graphs._passes
-    assert key.sizes == (512, 16 + 1, 256)
-    whole = tree_of(9, 100, *[20] * 16)
-    assert_equal(gradients(scorer, optimizer, whole), gradients(plain, other, whole))
-    assert (optimizer.graphs.replays, optimizer.graphs.eager) == (3, 3)
+    assert key == (256, (512, 16 + 1, 256), True, key.mode)
+    others = {
+        (256, 512, 17, 128): (60, 60, 60, 60), (256, 512, 17, 256): (100, 60, 80),
+        (256, 512, 33, 128): (14, *[10] * 17), (256, 640, 17, 256): (100, 60, 60, 30),
+        (384, 512, 17, 256): (20, 120, 125),
+    }  # fmt: skip
+    for sizes, lengths in others.items():
+        for seed in range(3):
+            whole = tree_of(seed, *lengths)
+            assert_equal(gradients(scorer, optimizer, whole), gradients(plain, other, whole))
+        assert sizes in {(key.width, *key.sizes) for key in optimizer.graphs._passes}
+    assert (optimizer.graphs.replays, optimizer.graphs.eager) == (3 + 4 + 3, 2 + 4 * 2)
+
+
+@pytest.mark.parametrize("heads, cap", [(range(1, 12), None), (range(1, 65), 30.0)])
+def test_attention_that_is_not_over_paths_has_no_sizes(scratch_model, made, over_paths, monkeypatch, heads, cap):
+    """Heads of other sizes, and capped logits."""
+    monkeypatch.setattr(attention, "HEADS", heads)
+    monkeypatch.setattr(Qwen3Config, "attn_logit_softcapping", cap, raising=False)
+    monkeypatch.setattr(PackedMask, "attend", attend)
+    scorer, optimizer = scorer_of(scratch_model)
+    for seed in range(3):
+        gradients(scorer, optimizer, tree_of(seed, 100, 60, 80))
+    assert {key.sizes for key in optimizer.graphs._passes} == {()}
 
 
 def test_other_passes_are_replayed_if_those_over_paths_cannot_be(scratch_model, made, over_paths, monkeypatch, caplog):
@@ -460,14 +493,48 @@ def test_other_passes_are_replayed_if_those_over_paths_cannot_be(scratch_model, 
     assert optimizer.graphs.replays == 2 * 2
 
 
-def test_only_so_many_passes_are_captured(scratch_model, made, monkeypatch):
+def test_only_so_many_passes_are_captured(scratch_model, made, over_paths, monkeypatch):
+    """Of each kind; and no more packs are kept for later."""
+    monkeypatch.setattr(attention, "pays", lambda nodes: any(node.before for node in nodes))
     monkeypatch.setattr(graphs, "MOST", 2)
     monkeypatch.setattr(nodes, "STEP", 64)
     scorer, _ = scorer_of(scratch_model)
     with torch.no_grad():
-        for tokens in (60, 120, 180, 240) * 3:
-            scorer(pack_of(tokens, tokens))
-    assert len(made[0]._passes) == 2
+        for tokens in (60, 60, 120, 120, 180, 180, 240, 240):
+            scorer(tree_of(tokens, tokens, tokens, tokens))
+            scorer(tree_of(tokens, 0, tokens))
+    assert [bool(key.sizes) for key in made[0]._passes] == [True, False] * 2
+    assert not made[0]._met
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_passes_share_the_memory_of_their_results(scratch_model, made, monkeypatch, learns):
+    monkeypatch.setattr(nodes, "STEP", 64)
+    scorer, optimizer = scorer_of(scratch_model)
+    for seed in range(3):
+        for tokens in (180, 120, 60):
+            optimizer.prepare()
+            with torch.set_grad_enabled(learns):
+                scores = scorer(pack_of(seed, tokens))
+            if learns:
+                scores.logprob_N.sum().backward()
+            optimizer.forget()
+    of_passes = list(optimizer.graphs._passes.values())
+    assert len(of_passes) == 3 and len({made.hidden_T.data_ptr() for made in of_passes}) == 1
+    assert not learns or len({made.grad_T.data_ptr() for made in of_passes}) == 1
+
+
+def test_a_gradient_that_is_not_finite_does_not_stop_later_captures(scratch_model, made):
+    """Those of embeddings that are the head's weight too stay where they were until the next pass."""
+    scorer, optimizer = scorer_of(scratch_model, tie_word_embeddings=True)
+    for seed in range(3):
+        optimizer.prepare()
+        (scorer(pack_of(seed)).logprob_N.sum() * torch.nan).backward()
+        optimizer.forget()
+    with torch.no_grad():
+        for seed in range(3):
+            scorer(pack_of(seed))
+    assert not optimizer.graphs.is_off and len(optimizer.graphs._passes) == 2
 
 
 # --- where there are none ---------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ def dense_varlen(
     window_size,
     deterministic,
 ):
-    """flash_attn_varlen_func: causal from the bottom right. No number is read from the tensors."""
+    """flash_attn_varlen_func: causal from the bottom right. No number is read from the tensors. Sequences that are
+    longer than was said have no result."""
     assert causal and deterministic and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert len(cu_seqlens_q) == len(cu_seqlens_k) and q.is_contiguous() and k.is_contiguous()
     k, v = (Unwritten.apply(x, cu_seqlens_k) for x in (k, v))
@@ -56,8 +57,9 @@ def dense_varlen(
     left, right = window_size
     assert left is None or right == 0
     mask = (of_row[:, None] == of_column) & (before <= 0) & (-before <= (len(k) if left is None else left))
+    are_short = (cu_seqlens_q.diff() <= max_seqlen_q).all() & (cu_seqlens_k.diff() <= max_seqlen_k).all()
     one = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+    bias = torch.where(mask, torch.where(are_short, 0.0, torch.nan), -torch.inf).to(q.dtype)
     out = nn.functional.scaled_dot_product_attention(*one, bias, scale=softmax_scale, enable_gqa=True)
     return out[0].transpose(0, 1), None
 
@@ -133,11 +135,11 @@ def test_packs_have_few_sizes():
         assert len(paths.query_M) == len(paths.key_M) == 16 + 1
         assert paths.query_M[real:].unique().tolist() == [len(mask.end_T)]
         assert paths.key_M[real:].unique().tolist() == [gathered] == [int(paths.copies_T.sum())]
-        assert gathered <= len(paths.token_G) <= max(gathered + nodes.STEP, gathered * 9 / 8)
+        assert gathered <= len(paths.token_G) <= max(gathered + nodes.STEP, gathered * 5 / 4)
         assert sorted(paths.order_G.tolist()) == list(range(len(paths.token_G)))
         longest = int(paths.key_M.diff().max())
         assert longest <= paths.longest < 2 * longest
-        found.add((len(mask.end_T), *paths.sizes))
+        found.add((len(mask.end_T), len(paths.token_G), paths.longest))
     assert len(found) < 40
     assert len(Paths.of(segments(*[(0, 2)] * 20), CPU).query_M) == 32 + 1
 

@@ -50,10 +50,12 @@ def test_gathered_keys_and_values_are_counted(tmp_path, monkeypatch):
 
     before = saved()
     monkeypatch.setattr(attention, "has_flash_attention", lambda: True)
-    more = rounded(sum(node.seen + node.stop - node.start for node in PackedMask(whole).nodes)) - len(whole.tokens_T)
+    more = rounded(sum(node.seen + node.stop - node.start for node in PackedMask(whole).nodes), 4) - len(whole.tokens_T)
     shape = CONFIGS["0.6B"]
     bytes_of_keys = 2 * 2 * more * shape.num_key_value_heads * shape.head_dim
     assert more > 4000 and saved() - before == shape.num_hidden_layers * bytes_of_keys
+    monkeypatch.setattr(attention, "HEADS", (64, 96))
+    assert saved() == before
 
 
 def config_of(tmp_path, method, size, tokens, recomputed):

@@ -234,14 +234,12 @@ def paths_are_dense(setup: Setup, shape: str, size: int) -> dict[str, float]:
     trees = [tree(nodes) for nodes in SHAPES[shape]]
     [whole] = pack([Example((each,), row) for row, each in enumerate(trees)], 1 << 14)
     mask = PackedMask(padded(whole.to(setup.device)))
-    tokens, worst = len(mask.end_T), 0.0
+    worst, paths, real = 0.0, Paths.of(mask.nodes, setup.device), slice(0, mask.num_tokens)
     torch.manual_seed(0)
-    given = [
-        torch.randn(1, heads, tokens, size).to(setup.device, torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
-    ]
-    paths, real = Paths.of(mask.nodes, setup.device), slice(0, mask.num_tokens)
     weight = torch.randn(1, 4, mask.num_tokens, size).to(setup.device)
-    for window in (None, 100):
+    for window, key_heads in ((None, 2), (100, 2), (None, 4)):  # with as many, gradients of keys are written directly
+        shapes = [(1, heads, len(mask.end_T), size) for heads in (4, key_heads, key_heads)]
+        given = [torch.randn(shape).to(setup.device, torch.bfloat16).requires_grad_() for shape in shapes]
         outs = [paths.attend(*given, size**-0.5, window).float() for _ in range(2)] + [dense(mask, given, window)]
         outs = [out[:, :, real] for out in outs]
         ours, again, want = [(o, *torch.autograd.grad((o * weight).sum(), given)) for o in outs]

@@ -186,8 +186,11 @@ def resumed(setup: Setup) -> dict[str, Any]:
     return {"error": error, "note": "to the bit" if error == 0 else "not to the bit"}
 
 
-def replays_change_nothing(setup: Setup, method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that a run whose packs are replayed ends with the weights of one without CUDA graphs, bit for bit."""
+def replays_change_nothing(
+    setup: Setup, method: str, changes: Mapping[str, Any], over_paths: bool = False
+) -> dict[str, Any]:
+    """Check that a run whose packs are replayed ends with the weights of one without CUDA graphs, bit for bit.
+    `over_paths`: whether attention must have been FlashAttention 4's."""
     made: list[PackGraphs] = []
     init, sides, most = PackGraphs.__init__, [], graphs.MOST
 
@@ -203,6 +206,8 @@ def replays_change_nothing(setup: Setup, method: str, changes: Mapping[str, Any]
                 sides.append(load_file(file))
     if not (replays := sum(each.replays for each in made)) or any(each.is_off for each in made):
         raise CheckError(f"{replays} passes were replayed; the run's log says why")
+    if over_paths and not any(key.sizes for each in made for key in each._passes):
+        raise CheckError("no pass of FlashAttention 4 was captured")
     if different := [name for name in sides[0] if not torch.equal(sides[0][name], sides[1][name])]:
         raise CheckError(f"{len(different)} of {len(sides[0])} tensors differ, such as {different[0]}")
     return {"replays": replays, "note": f"{replays} passes replayed"}
@@ -212,11 +217,13 @@ def replays_over_paths(setup: Setup) -> dict[str, Any]:
     """The same for a model with heads of 64, if FlashAttention 4 computes the attention of every pack."""
     folder = home(setup).with_name("arithmetic-64")
     if not folder.exists():
+        part = folder.with_name("arithmetic-64.part")
+        AutoTokenizer.from_pretrained(home(setup) / "model").save_pretrained(part)
         config = AutoConfig.from_pretrained(home(setup) / "model", head_dim=64)
-        AutoTokenizer.from_pretrained(home(setup) / "model").save_pretrained(folder)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(part)
+        part.rename(folder)
     with patch.object(attention, "pays", lambda nodes: True):
-        return replays_change_nothing(setup, "dpo", {"model.path": str(folder)})
+        return replays_change_nothing(setup, "dpo", {"model.path": str(folder)}, over_paths=True)
 
 
 def whole_quickstart() -> dict[str, Any]:

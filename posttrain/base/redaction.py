@@ -110,9 +110,7 @@ def _redact(data: Any, values: list[str], name: str = "") -> Any:
             _redact(key, values): _redact(value, values, key if isinstance(key, str) else "")
             for key, value in data.items()
         }
-    if isinstance(data, list | tuple):
-        return [_redact(value, values, name) for value in data]
-    return data
+    return [_redact(value, values, name) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _pair(match: re.Match[str]) -> str:

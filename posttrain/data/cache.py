@@ -39,8 +39,7 @@ def key_of(facts: dict[str, Any]) -> str:
 
 def digest_of(facts: dict[str, Any]) -> str:
     """SHA-256 of facts, as JSON."""
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode(errors="surrogatepass")).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -254,9 +254,7 @@ def common_prefix(left: Sequence, right: Sequence) -> int:
 
 def _longest(most: int, holds: Callable[[int], bool]) -> int:
     """The largest n up to `most` for which `holds(n)` is true; `holds` must be true for every smaller n."""
-    if most and holds(most):
-        return most
-    return bisect_left(range(1, most + 1), True, key=lambda n: not holds(n))
+    return most if most and holds(most) else bisect_left(range(1, most + 1), True, key=lambda n: not holds(n))
 
 
 def _mark(text: str) -> str:

@@ -101,8 +101,7 @@ class Engine(ABC):
 
         Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room for a completion.
         """
-        requests = checked_requests(prompts, sampling, seeds, limits, *self._sizes)
-        return self._completed(requests, sampling, finished)
+        return self._completed(checked_requests(prompts, sampling, seeds, limits, *self._sizes), sampling, finished)
 
     @property
     def _sizes(self) -> tuple[int, int | None]:

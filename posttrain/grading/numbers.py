@@ -76,9 +76,8 @@ def _unsigned(text: str) -> Fraction | None:
             return _fraction(found["whole"], found["over"], found["under"])
     if found := _POWER.fullmatch(text):
         return _scaled(found["factor"] or "1", found["a"] or found["b"])
-    if found := _EXPONENT.fullmatch(text):
-        return _scaled(found["factor"], found["exponent"])
-    return _decimal(text)
+    found = _EXPONENT.fullmatch(text)
+    return _scaled(found["factor"], found["exponent"]) if found else _decimal(text)
 
 
 def _fraction(whole: str | None, over: str, under: str) -> Fraction | None:

@@ -128,8 +128,7 @@ class Bench:
 
     def _models(self, method: AnyMethod, reference: Any) -> Models[Any, Any, Any]:
         is_own = method.trains_values == self.job.config.method.trains_values
-        scorer = self.scorer if is_own else Scorer(self.policy)
-        return Models(self.job, method, scorer, reference, self.weights.state)
+        return Models(self.job, method, self.scorer if is_own else Scorer(self.policy), reference, self.weights.state)
 
     def _reference(self, method: AnyMethod, load: Callable[[], Any]) -> Any:
         path = method.reference_path

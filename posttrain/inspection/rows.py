@@ -60,8 +60,7 @@ def generate(
     existing `output` is overwritten only with `options.overwrite`. Returns the counts and the speed in words.
     """
     ready_to_write(output, (file, Path(model.path)), options.overwrite)
-    device = take_device(devices)
-    tokenizer = load_tokenizer(model)
+    device, tokenizer = take_device(devices), load_tokenizer(model)
     records = list(read_files((file,)))
     prompts = prompts_of(records, data, tokenizer, str(file), behavior_version, positions_of(load_config(model)))
     policy = load_model(model, "lm", compute_dtype(model, device), device)
@@ -138,8 +137,7 @@ def score(
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     reward = is_reward_model(model)
-    device = take_device(devices)
-    tokenizer = load_tokenizer(model)
+    device, tokenizer = take_device(devices), load_tokenizer(model)
     records = list(read_files((file,)))
     kind = _kind(records, data)
     if top_logprobs and (reward or kind == "pair"):

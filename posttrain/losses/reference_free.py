@@ -116,9 +116,7 @@ def levels(pairs: Pairs, loss_type: str, alpha: float) -> tuple[Tensor, Tensor]:
 
 def shaped(level_P: Tensor, alpha: float) -> Tensor:
     """AlphaPO's reward shape (1 − p^(−α)) / α, p = e^level; α = 0 is the level itself. arXiv 2501.03884, eq. 7."""
-    if alpha == 0:
-        return level_P
-    return -torch.expm1((-alpha * level_P).clamp(max=MAX_EXPONENT)) / alpha
+    return level_P if alpha == 0 else -torch.expm1((-alpha * level_P).clamp(max=MAX_EXPONENT)) / alpha
 
 
 @torch.no_grad()

@@ -104,11 +104,12 @@ class PackedMask:
             raise RuntimeError("this model's attention is computed node by node")
         total, width = self.num_tokens, len(self.end_T)
         cuts = self._pack.nodes
-        runs = [slice(start, stop) for (start, _), (stop, _) in pairwise([*cuts, (total, total)])]
-        nodes = []
-        for number, run in enumerate(runs):
-            above = [runs[n] for n in range(number) if cuts[n][1] > run.start]
-            nodes.append(Segment(run.start, run.stop, tuple(above)))
+        nodes, above = [], []
+        for (start, end), (stop, _) in pairwise([*cuts, (total, total)]):
+            while above and above[-1][0] <= start:
+                above.pop()
+            nodes.append(Segment(start, stop, tuple(run for _, run in above)))
+            above.append((end, slice(start, stop)))
         return [*nodes, Segment(total, width, ())] if total < width else nodes
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
@@ -131,7 +132,7 @@ class PackedMask:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Return the attention of the pack's tokens to one another."""
         if query.is_cuda and suits_flex(query, how.dropout):
-            if how.softcap is None and query.shape[-1] in HEADS and self.paths is not None:
+            if suits_paths(query.shape[-1], how.softcap) and self.paths is not None:
                 return self.paths.attend(query, key, value, how.scaling, how.window)
             grouped = key.shape[1] != query.shape[1]
             return flex_attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
@@ -164,8 +165,7 @@ def packed_attention(
             'or call model.set_attn_implementation("sdpa") before using it directly'
         )
     how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap)
-    out = packed.attend(module, query, key, value, how)
-    return out.transpose(1, 2), None
+    return packed.attend(module, query, key, value, how).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -230,6 +230,11 @@ def suits_flex(query: Tensor, dropout: float) -> bool:
     and if kernels can be compiled. In float32, `scaled_dot_product_attention` is exact and its blocks fit."""
     on_gpu = query.is_cuda and query.dtype != torch.float32
     return on_gpu and not dropout and query.shape[-1] >= NARROWEST and lacking_for_triton() is None
+
+
+def suits_paths(head: int, softcap: float | None) -> bool:
+    """Whether FlashAttention 4 is used for heads of this size and such a cap of the logits, in 16 bits."""
+    return head in HEADS and not softcap
 
 
 @functools.cache

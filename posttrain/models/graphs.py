@@ -2,11 +2,11 @@
 
 At 2k tokens, launching the thousands of kernels of a training pass takes longer than running them. `PackGraphs` replays
 the backbone's passes over packs, forward and, with gradients, backward; heads and losses stay as they are. What differs
-between packs (tokens, positions, ends) is copied to fixed addresses. Gradients are added at fixed addresses too.
+between packs (tokens, positions, ends, paths) is copied to fixed addresses. Gradients are added at fixed addresses too.
 
-A pass is captured when a pack's width is met again, so the first passes, which compile kernels, run as usual. What is
+A pass is captured when a pack's sizes are met again, so the first passes, which compile kernels, run as usual. What is
 captured is compared with an ordinary pass at once. If any bit differs, or if capturing fails, the run continues without
-graphs and says so.
+graphs, or without those of FlashAttention 4, and says so.
 """
 
 import functools
@@ -24,11 +24,11 @@ from transformers import PreTrainedConfig
 from posttrain.base.log import log
 from posttrain.batch import Pack
 from posttrain.config import RunConfig
-from posttrain.models.attention import NARROWEST, PackedMask, lacking_for_triton
+from posttrain.models.attention import NARROWEST, PackedMask, lacking_for_triton, suits_paths
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, head_size, trains_rows
-from posttrain.models.nodes import HEADS, Paths, rounded
+from posttrain.models.nodes import Paths, rounded
 
-MOST = 32  # passes that are captured; others stay as they are
+MOST = 32  # passes of a kind (with gradients or not, with FlashAttention 4 or not) that are captured
 FAILED: list[torch.cuda.CUDAGraph] = []  # kept, because the allocator refers to them
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def without_graphs(
 def padded(pack: Pack) -> Pack:
     """Return the pack with tokens that see only themselves, so that few widths occur."""
     tokens = len(pack.tokens_T)
-    more = torch.arange(tokens, rounded(tokens), device=pack.tokens_T.device)
+    more = torch.arange(tokens, rounded(tokens, 8), device=pack.tokens_T.device)
     if not len(more):
         return pack
     tails = {"tokens_T": torch.zeros_like(more), "position_T": torch.zeros_like(more), "end_T": more + 1}
@@ -131,14 +131,19 @@ def padded(pack: Pack) -> Pack:
 
 class _Key(NamedTuple):
     width: int
-    sizes: tuple[int, ...]  # of the paths for FlashAttention 4; empty: FlexAttention
+    sizes: tuple[int, ...]  # keys, nodes and longest path for FlashAttention 4; empty: FlexAttention
     learns: bool  # whether there is a backward pass
     mode: tuple[Any, ...]  # training or evaluation, and the state of adapters
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """What the memory of a pass depends on: its width, and how many keys are gathered."""
+        return self.width, *self.sizes[:1]
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A captured pass, and the tensors at its addresses."""
+    """A captured pass, and the tensors at its addresses. Other passes write to `hidden_T` and `grad_T` too."""
 
     pack: Pack
     paths: Paths | None
@@ -170,19 +175,20 @@ class PackGraphs:
         self._weights = [*model.parameters(), *model.buffers()]
         self._addresses: list[tuple[Any, ...]] = []
         self._passes: dict[_Key, _Pass] = {}
+        self._shared: dict[str, Tensor] = {}  # memory of all passes
         self._met: dict[_Key, tuple[int, Pack]] = {}  # how often, and the last pack
         self._waiting: weakref.ref[_Token] | None = None  # of the forward pass whose backward pass has not come yet
         self.is_off = trains_rows(self._embeddings)
         self._without_paths = False  # whether passes of FlashAttention 4 could not be captured
         text = base.config.get_text_config()
-        self._takes_paths = head_size(text) in HEADS and not getattr(text, "attn_logit_softcapping", None)
+        self._takes_paths = suits_paths(head_size(text), getattr(text, "attn_logit_softcapping", None))
         self.replays = self.eager = 0  # passes that were replayed, and that were not
         self.kept: set[Tensor] = set()  # the masters whose gradients have fixed addresses
         model.__dict__[self.NAME] = self
 
     def states(self, pack: Pack) -> Tensor:
         """Return the last hidden states of a pack's tokens, with gradients if they are on: (T, D), and further rows, to
-        which the pack is padded."""
+        which the pack is padded. The next pass may overwrite them."""
         pack = padded(pack)
         paths, learns = self._paths(pack), torch.is_grad_enabled() and self._start.requires_grad
         if (made := self._pass_for(pack, paths, learns)) is None:
@@ -193,7 +199,7 @@ class PackGraphs:
         if learns:
             return _Replay.apply(self, made, self._start, *self._outside)
         made.forward.replay()
-        return made.hidden_T.clone()  # the next replay overwrites it
+        return made.hidden_T
 
     def _pass_for(self, pack: Pack, paths: Paths | None, learns: bool) -> _Pass | None:
         """Return the captured pass that computes this pack, if there is one. It may be captured now."""
@@ -203,8 +209,9 @@ class PackGraphs:
         if (now := addresses(self._weights)) != self._addresses:
             self.release()
             self._addresses = now
-        key = _Key(len(pack.tokens_T), () if paths is None else paths.sizes, learns, self._mode())
-        if key not in self._passes:
+        sizes = () if paths is None else (len(paths.token_G), len(paths.query_M), paths.longest)
+        key = _Key(len(pack.tokens_T), sizes, learns, self._mode())
+        if key not in self._passes and not self._is_full(key):
             times, _ = self._met.get(key, (0, None))
             self._met[key] = times + 1, pack
             if times and not learns:  # those with gradients are captured between updates
@@ -212,18 +219,18 @@ class PackGraphs:
         return self._passes.get(key)
 
     def prepare(self) -> None:
-        """Capture the passes with gradients that were met more than once, widest first: later ones fit into the memory
+        """Capture the passes with gradients that were met more than once, largest first: later ones fit into the memory
         of earlier ones. Call it before an update, while there are no gradients."""
         if self._waits():
             return
         mode, learning = self._mode(), [key for key in self._passes if key.learns]
         due = [key for key, (times, _) in self._met.items() if key.learns and times > 1 and key.mode == mode]
-        if due and learning and max(due).width > max(learning).width:
-            for key in learning:  # captured again after the wider one
+        if due and learning and max(due).room > max(learning).room:
+            for key in learning:  # captured again after the larger one
                 self._met[key] = 2, self._passes.pop(key).pack
             due += [key for key in learning if key.mode == mode]
         for key in sorted(due, reverse=True):
-            if key in self._met and not self.is_off:
+            if key in self._met and not (self.is_off or self._is_full(key)):
                 self._capture(key)
         if self.is_off:
             for master in self.kept:
@@ -232,13 +239,17 @@ class PackGraphs:
 
     def release(self) -> None:
         """Drop the graphs, and with them their memory."""
-        self._passes.clear()
-        self._met.clear()
+        for of in (self._passes, self._met, self._shared):
+            of.clear()
 
     def forget(self) -> None:
         """Set the gradients of `kept` to 0."""
         if self.kept:
             torch._foreach_zero_([master.grad for master in self.kept if master.grad is not None])
+
+    def _is_full(self, key: _Key) -> bool:
+        kind = key.learns, bool(key.sizes)
+        return sum((other.learns, bool(other.sizes)) == kind for other in self._passes) >= MOST
 
     def _mode(self) -> tuple[Any, ...]:
         return self._model.training, *states_of(self._adapters)
@@ -259,10 +270,20 @@ class PackGraphs:
     def _varying(self, pack: Pack, paths: Paths | None) -> list[Tensor]:
         return [*(getattr(pack, name) for name in self.VARYING), *([] if paths is None else [paths.numbers])]
 
-    def _run(self, pack: Pack, paths: Paths | None) -> Tensor:
+    def _memory(self, use: str, like: Tensor) -> Tensor:
+        """Return memory of this shape at addresses that all passes share."""
+        if len(self._shared.get(use, ())) < len(like):
+            self._shared[use] = torch.empty_like(like)
+        return self._shared[use][: len(like)]
+
+    def _run(self, pack: Pack, paths: Paths | None, out_T: Tensor | None = None) -> Tensor:
+        """Return the hidden states of a pass; they are copied to `out_T` too."""
         inputs, mask = {"input_ids": pack.tokens_T[None], "position_ids": pack.position_T[None]}, PackedMask(pack)
         mask.paths = paths
-        return self._backbone(**inputs, use_cache=False, packed=mask).last_hidden_state[0]
+        hidden_T = self._backbone(**inputs, use_cache=False, packed=mask).last_hidden_state[0]
+        if out_T is not None:
+            out_T.copy_(hidden_T.detach())
+        return hidden_T
 
     def _backward(self, hidden_T: Tensor, grad_T: Tensor) -> None:
         """Add to the masters' gradients. Those of weights that are used outside too go to `_outside_grads`, because
@@ -273,8 +294,6 @@ class PackGraphs:
             master.grad = None
 
     def _capture(self, key: _Key) -> None:
-        if sum(other.learns is key.learns for other in self._passes) >= MOST:
-            return
         _, pack = self._met.pop(key)
         try:
             self._passes[key] = self._captured(pack, key.learns)
@@ -299,40 +318,42 @@ class PackGraphs:
         with same_numbers(device):
             with beside(device):
                 want = self._run(pack, paths)
-                grad_T = want.detach().clone()  # any gradient
-                if learns:
+                out_T = self._memory("hidden states", want)
+                grad_T = self._memory("gradients", want).copy_(want.detach()) if learns else None  # any gradient
+                if grad_T is not None:
                     self._backward(want, grad_T)
                 want = want.detach()
             given = [master for master in self._masters if learns and master.grad is not None]
-            norms = self._norms(given)
+            outside = self._outside_grads if learns else []
+            norms = norms_of(given, outside)
             for master in given:
                 if master not in self.kept:
                     master.grad = torch.zeros_like(master)
             self.kept.update(given)
         with same_numbers(device):
-            forward, hidden_T = capture(lambda: self._run(pack, paths), others)
-            made = _Pass(pack, paths, forward, hidden_T.detach())
-            if learns:
-                made.grad_T = grad_T
+            forward, hidden_T = capture(lambda: self._run(pack, paths, out_T), others)
+            made = _Pass(pack, paths, forward, out_T, grad_T=grad_T)
+            if grad_T is not None:
                 made.backward, _ = capture(lambda: self._backward(hidden_T, grad_T), [forward])
                 self.forget()
-                for grad in self._outside_grads:
+                for grad in outside:
                     grad.zero_()
         with same_numbers(device):
             forward.replay()
             if made.backward is not None:
                 made.backward.replay()
-        is_same = torch.equal(made.hidden_T, want) and torch.equal(self._norms(given), norms)
+        is_same = torch.equal(made.hidden_T, want) and torch.equal(norms_of(given, outside), norms)
         if learns:
             self.forget()
         if not is_same:
             raise RuntimeError("a replayed pass differs from an ordinary one")
         return made
 
-    def _norms(self, masters: Iterable[Tensor]) -> Tensor:
-        """Return the norms of the masters' gradients and of `_outside_grads`."""
-        grads = [*(master.grad for master in masters), *self._outside_grads]
-        return torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
+
+def norms_of(masters: Iterable[Tensor], grads: Iterable[Tensor]) -> Tensor:
+    """Return the norms of the masters' gradients, and of others."""
+    grads = [*(master.grad for master in masters if master.grad is not None), *grads]
+    return torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
 
 
 class _Token:

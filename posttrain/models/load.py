@@ -208,8 +208,7 @@ def is_reward_model(model: ModelConfig) -> bool:
     adapter = saved_config(model)
     if adapter is not None:
         return adapter.get("task_type") == "SEQ_CLS"
-    architectures = load_config(model).architectures or []
-    return any(name.endswith("ForSequenceClassification") for name in architectures)
+    return any(name.endswith("ForSequenceClassification") for name in load_config(model).architectures or [])
 
 
 def _source(model: ModelConfig) -> dict[str, Any]:

@@ -20,13 +20,14 @@ from torch import Tensor
 from posttrain.batch import sent
 
 BLOCK = 128  # tokens of one block of FlexAttention's mask
-HEADS = (64, 96, 128, 256)  # sizes that FlashAttention 4 supports
+HEADS = (64, 96, 128, 256)  # sizes for which FlashAttention 4 is used
 STEP = 256  # tokens by which the sizes of packs for CUDA graphs differ, at least
 
 
-def rounded(tokens: int) -> int:
-    """Return the size to which so many tokens are padded: eight between one and its double, but multiples of STEP."""
-    step = max(STEP, 1 << max(tokens.bit_length() - 4, 0))
+def rounded(tokens: int, sizes: int) -> int:
+    """Return the size to which so many tokens are padded. There are so many `sizes`, a power of two, between one and
+    its double, all of them multiples of STEP."""
+    step = max(STEP, (1 << tokens.bit_length() - 1) // sizes)
     return -(-tokens // step) * step
 
 
@@ -64,7 +65,7 @@ class Paths:
     further keys belong to no node.
     """
 
-    numbers: Tensor  # all of the following, one after another, int32
+    numbers: Tensor  # int32; the following tensors, one after another
     query_M: Tensor  # start of each node's queries, and the end of the last
     key_M: Tensor  # start of each node's keys, and the end of the last
     token_G: Tensor  # the token of each gathered key; empty: every node is its own path
@@ -81,19 +82,13 @@ class Paths:
         if any(node.before for node in nodes):
             runs = (part for node in nodes for part in (*node.before, slice(node.start, node.stop)))
             token = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-            more = rounded(len(token)) - len(token)
+            more = rounded(len(token), 4) - len(token)
             order = np.concatenate([np.argsort(token, kind="stable"), np.arange(more) + len(token)])
             token, copies = np.pad(token, (0, more)), np.bincount(token, minlength=nodes[-1].stop)
         parts = [*sizes.cumsum(1), token, order, copies]
         numbers = sent(torch.from_numpy(np.concatenate(parts).astype(np.int32)), device)
         query_M, key_M, token_G, order_G, copies_T = numbers.split([len(part) for part in parts])
-        longest = 1 << int(sizes.max() - 1).bit_length()
-        return cls(numbers, query_M, key_M, token_G, order_G, copies_T, longest)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """What a CUDA graph does not read from `numbers`."""
-        return len(self.token_G), len(self.query_M), self.longest
+        return cls(numbers, query_M, key_M, token_G, order_G, copies_T, 1 << int(sizes.max() - 1).bit_length())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """query (1, H, T, d), key and value (1, H_kv, T, d) -> (1, H, T, d)."""

@@ -20,11 +20,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.attention import How, PackedMask
+from posttrain.models.attention import How, PackedMask, suits_paths
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
+from posttrain.models.nodes import Gathered
 from posttrain.models.projections import fuse
 
 
@@ -78,9 +79,10 @@ class _OneKernel(PackedMask):
         return []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        if self.paths is not None and len(self.paths.token_G):  # FlashAttention 4 saves the gathered keys and values
-            more = len(self.paths.token_G) - key.shape[2]
-            key, value = (nn.functional.pad(x, (0, 0, 0, more)) for x in (key, value))
+        fits = suits_paths(query.shape[-1], how.softcap) and query.dtype != torch.float32
+        if fits and self.paths is not None and len(self.paths.token_G):  # the gathered keys and values are saved
+            of = self.paths.token_G, self.paths.order_G, self.paths.copies_T
+            key, value = (Gathered.apply(x[0].transpose(0, 1), *of).transpose(0, 1)[None] for x in (key, value))
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 

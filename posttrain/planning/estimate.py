@@ -93,8 +93,7 @@ def checkpoints_gradients(
     whole = pack([Example((Node(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
     card = torch.cuda.get_device_properties(device).total_memory if card is None else card
     empty = empty_model(config, model)
-    peak = estimate(config, model, empty, whole, device, False, card, ranks, captured=False).peak
-    return peak > SAFE * card
+    return estimate(config, model, empty, whole, device, False, card, ranks, captured=False).peak > SAFE * card
 
 
 def start_job(

@@ -123,11 +123,10 @@ DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {
 
 def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, continued: bool | None = None) -> Table:
     config, device, ranks = stage.config, target.device, target.ranks
-    method = config.method
+    method, training = config.method, config.training
     empty = empty_model(config, model)
     check_longest(base_of(empty).config, longest_sequence(config, data))
     total, trained = count(empty)
-    training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = total_steps(config, len(data.train))
     epoch, size = FirstEpoch(config, data, router_weight(config, model) > 0, ranks), training.tokens_per_pack
@@ -171,10 +170,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
         mixed = (f"{name}: {count:.2f} epochs of {counted(int(size), 'row')}" for name, count, size in of_sources)
         table.add_row("sources", "; ".join(mixed))
     table.add_row("total tokens", f"about {steps * tokens:,.0f}")
-    warmup = warmup_count(training.warmup_steps, steps)
+    warming = f"{counted(warmup_count(training.warmup_steps, steps), 'step')} of warm-up"
     rate = learning_rate(config, model)
     last = learning_rate_at(config, rate, steps - 1, steps)
-    warming = f"{counted(warmup, 'step')} of warm-up"
     table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {warming}, {last:.1e} in the last step")
     _add_memory(table, memory, target)
     if ranks > 1:

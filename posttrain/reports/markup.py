@@ -42,9 +42,7 @@ def el(name: str, /, *children: Child, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    if name in VOID:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+    return Markup(f"<{name}{written}>" if name in VOID else f"<{name}{written}>{join(children)}</{name}>")
 
 
 def table(

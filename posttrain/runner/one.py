@@ -132,8 +132,7 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
     config = config.model_copy(update={"devices": own_device(config.devices, ranks.local, ranks.size)})
     job = start_job(config, config.models[0], run, checkpoint, ranks)
     data = job.data()
-    job = replace(with_room(job, data), watch=watch)
-    return recipe_of(config.method).train(job, data)
+    return recipe_of(config.method).train(replace(with_room(job, data), watch=watch), data)
 
 
 def follow(ranks: Ranks) -> int:

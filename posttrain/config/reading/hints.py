@@ -15,8 +15,7 @@ _TARGET = re.compile(
 @cache
 def hints() -> dict[str, str]:
     """The hints of hints.yaml by name."""
-    texts = table_beside(__file__, "hints.yaml")
-    return {name: text for text, names in texts.items() for name in names.split()}
+    return {name: text for text, names in table_beside(__file__, "hints.yaml").items() for name in names.split()}
 
 
 def hint(name: str) -> str | None:
