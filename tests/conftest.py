@@ -106,6 +106,17 @@ def pictures(request, monkeypatch) -> None:
         monkeypatch.setattr(import_module("posttrain.runner.one"), "write_curves", drawn)
 
 
+@pytest.fixture(autouse=True)
+def forgotten_modules(request):
+    """The next test may import other modules of these names from its own folder."""
+    before = set(sys.modules)
+    yield
+    folder = request.node.funcargs.get("tmp_path")
+    for name in set(sys.modules) - before if folder else ():
+        if folder in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A real browser, for tests marked `ui`."""
@@ -176,16 +187,12 @@ def users_module(tmp_path, monkeypatch):
     """Writes a file of a user's into the current folder, where functions and classes of that name are then found."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    written = []
 
     def write(name: str, code: str) -> None:
         (tmp_path / f"{name}.py").write_text(code)
-        written.append(name)
         sys.modules.pop(name, None)
 
-    yield write
-    for name in written:
-        sys.modules.pop(name, None)
+    return write
 
 
 @pytest.fixture(scope="session")

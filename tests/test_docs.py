@@ -23,7 +23,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 import tomllib
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -349,13 +348,8 @@ def in_a_folder(tmp_path: Path, monkeypatch) -> None:
 
 
 def follow(page: Path, reader: Reader) -> None:
-    try:
-        with reader.resources:
-            run_page(page, reader)
-    finally:  # the same page may be read again, in another folder
-        for name, module in [*sys.modules.items()]:
-            if Path.cwd() in Path(getattr(module, "__file__", None) or "/").parents:
-                del sys.modules[name]
+    with reader.resources:
+        run_page(page, reader)
     runs_are_as_described(Path.cwd())
 
 

@@ -65,8 +65,6 @@ def own_files(tmp_path, monkeypatch):
         Path(name).write_text(text, encoding="utf-8")
     Path("own_losses.py").write_text(LOSSES, encoding="utf-8")
     yield
-    for name in ("own_losses", "my_losses", "my_methods"):
-        sys.modules.pop(name, None)
     for cache in (loss_named, own_token_loss, own_unpaired_loss, policy_loss_named):
         cache.cache_clear()
     OWN.clear()

@@ -163,7 +163,6 @@ def functions(tmp_path, monkeypatch):
         "number = 3\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 

@@ -401,8 +401,6 @@ def test_functions_of_the_users_files(tmp_path, monkeypatch):
     (tmp_path / "here/of_beside.py").write_text("def own():\n    return 'another'\n")
     with pytest.raises(RewardError, match=r"was already imported from "):
         call_function("of_beside:own")
-    for name in ("of_here", "of_beside", "of_elsewhere"):
-        sys.modules.pop(name, None)
 
 
 def test_functions_of_the_program_that_calls(tmp_path, monkeypatch):
