@@ -196,7 +196,7 @@ class Cache:
             layer.own_value[rows] = 0
 
     def move(self, source: Tensor | int, target: Tensor | int, columns: int, of_prompt: bool) -> None:
-        """Copy the first `columns` columns of completions, or of a prompt, from rows `source` to rows `target`."""
+        """Copy the first `columns` columns of completions between rows, or those of a prompt between slots."""
         for layer in self.layers.values():
             own, prompt = (layer.own_key, layer.own_value), (layer.prompt_key, layer.prompt_value)
             for side in prompt if of_prompt else own:
