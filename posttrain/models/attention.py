@@ -234,7 +234,7 @@ def suits_flex(query: Tensor, dropout: float) -> bool:
 
 def suits_paths(head: int, softcap: float | None) -> bool:
     """Whether FlashAttention 4 is used for heads of this size and such a cap of the logits, in 16 bits."""
-    return head in HEADS and not softcap
+    return head in HEADS and softcap is None
 
 
 @functools.cache

@@ -138,7 +138,7 @@ class _Key(NamedTuple):
     @property
     def room(self) -> tuple[int, ...]:
         """What the memory of a pass depends on: its width, and how many keys are gathered."""
-        return self.width, *self.sizes[:1]
+        return self.width, *(self.sizes[:1] or (0,))
 
 
 @dataclass(slots=True)
@@ -273,7 +273,7 @@ class PackGraphs:
     def _memory(self, use: str, like: Tensor) -> Tensor:
         """Return memory of this shape at addresses that all passes share."""
         if len(self._shared.get(use, ())) < len(like):
-            self._shared[use] = torch.empty_like(like)
+            self._shared[use] = like.new_empty(1 << (len(like) - 1).bit_length(), like.shape[1])  # so, few times
         return self._shared[use][: len(like)]
 
     def _run(self, pack: Pack, paths: Paths | None, out_T: Tensor | None = None) -> Tensor:
