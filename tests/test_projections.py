@@ -12,12 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from posttrain.batch import Example, Node, pack
 from posttrain.models import lean as operations
-from posttrain.models import matmul, projections
+from posttrain.models import matmul
 from posttrain.models.attention import PackedMask
 from posttrain.models.lean import Kernels, enable_gradient_checkpointing, lean
 from posttrain.models.lora import save
-from posttrain.models.matmul import packed_weights
-from posttrain.models.projections import apart, fuse, joined, place
+from posttrain.models.matmul import apart, fuse, joined, packed_weights, place
 from posttrain.scoring import Scorer
 
 # Operations that launch nothing on a GPU.
@@ -77,8 +76,8 @@ def differences(a, b):
 
 def calls(monkeypatch):
     """The numbers of layers that are computed together."""
-    made, outputs = [], projections._outputs
-    monkeypatch.setattr(projections, "_outputs", lambda *given: made.append(len(given[2])) or outputs(*given))
+    made, outputs = [], matmul._outputs
+    monkeypatch.setattr(matmul, "_outputs", lambda *given: made.append(len(given[2])) or outputs(*given))
     return made
 
 
@@ -111,7 +110,7 @@ def test_trained_layers_with_the_same_input_are_one_product(packed, monkeypatch,
     assert made == [3, 2] * 2
     layer, x = ours.model.layers[0].self_attn, torch.randn(1, 7, 64)
     with torch.no_grad():
-        found = projections.project([layer.q_proj, layer.k_proj, layer.v_proj], x)
+        found = matmul.project([layer.q_proj, layer.k_proj, layer.v_proj], x)
     for one, want in zip(found, (layer.q_proj, layer.k_proj, layer.v_proj), strict=True):
         torch.testing.assert_close(one, want(x))
     assert found[1].data_ptr() == found[0].data_ptr() + found[0].shape[-1] * 4  # columns of one tensor
@@ -167,11 +166,11 @@ def test_gradients_that_are_not_needed(packed):
     for policy in policies(bias="lora_only"):
         layers = policy.get_base_model().model.layers[0].mlp
         x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
-        sum(y.square().sum() for y in projections.project([layers.gate_proj, layers.up_proj], x)).backward()
+        sum(y.square().sum() for y in matmul.project([layers.gate_proj, layers.up_proj], x)).backward()
         grads = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
         policy.requires_grad_(False)
         x.requires_grad_()
-        sum(y.square().sum() for y in projections.project([layers.gate_proj, layers.up_proj], x)).backward()
+        sum(y.square().sum() for y in matmul.project([layers.gate_proj, layers.up_proj], x)).backward()
         found.append(grads | {"x": x.grad})
     assert differences(*found) < 1e-5 and len(found[0]) == 5
 

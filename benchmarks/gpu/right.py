@@ -32,8 +32,8 @@ from posttrain.models.families import FAMILIES, use_triton
 from posttrain.models.graphs import padded
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
+from posttrain.models.matmul import place
 from posttrain.models.nodes import Paths
-from posttrain.models.projections import place
 from posttrain.models.sharding import own_part, shard
 from posttrain.optim.adamw import AdamW
 from posttrain.scoring import Scorer

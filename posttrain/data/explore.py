@@ -14,7 +14,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.pieces import CHARACTER, pieces
 from posttrain.base.terminal import escaped, visible
 from posttrain.batch import Example, Node
-from posttrain.data.kind import Dataset
+from posttrain.data.kinds import Dataset
 from posttrain.data.prepare import Prepared
 from posttrain.data.report import Lengths
 

@@ -1,10 +1,9 @@
 """What a kind of example defines, and what most kinds share. A kind (posttrain/data/kinds.py) defines what it needs
 from a row, how the row is tokenised, stored in the cache and cut to the length limits, and how an example is read from
-the stored columns. All other code in `posttrain.data` is the same for every kind. `Dataset` has a set's examples."""
+the stored columns. All other code in `posttrain.data` is the same for every kind."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -169,57 +168,6 @@ class Kind(ABC):
     @abstractmethod
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         """The example of a table row; `columns` are the remaining columns of `Fitted.view`."""
-
-
-class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
-
-    def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
-        self._kind, self._table = kind, table
-        self.view = fitted.view[indices]
-        self.lengths: Array = fitted.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __getitem__(self, index: int) -> Example:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
-        row, *columns = map(int, self.view[index])
-        source = int(np.searchsorted(self._table.ends, row, side="right")) if len(self._table.ends) > 1 else None
-        return replace(self._kind.example(self._table, row, columns), source=source)
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence; a pair has two sequences."""
-        return self._kind.longest(self._table, self.view, self.lengths)
-
-    @property
-    def rows(self) -> Array:
-        """The row number of each example, counted across all sources."""
-        return self._table.row[self.view[:, 0]]
-
-    @property
-    def sources(self) -> Array:
-        """The index of each example's source in the settings."""
-        return np.searchsorted(self._table.ends, self.view[:, 0], side="right")
-
-    @property
-    def labels(self) -> Array:
-        """Whether each labelled completion is desirable."""
-        return self._table.numbers["label"][self.view[:, 0]]
-
-    @property
-    def ties(self) -> Array:
-        """Whether each example is a tie; only pairs can be."""
-        tie = self._table.numbers.get("tie")
-        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
-
-    def without_ties(self) -> "Dataset":
-        less = copy(self)
-        less.view, less.lengths = self.view[~self.ties], self.lengths[~self.ties]
-        return less
 
 
 def where(record: Record) -> str:

@@ -23,8 +23,8 @@ from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import BEHAVIOR_VERSION, RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
-from posttrain.data.kind import Dataset, Kind
-from posttrain.data.kinds import KINDS
+from posttrain.data.kind import Kind
+from posttrain.data.kinds import KINDS, Dataset
 from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row, RowError

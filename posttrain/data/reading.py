@@ -20,7 +20,8 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
-from posttrain.data.kind import Dataset, Kind
+from posttrain.data.kind import Kind
+from posttrain.data.kinds import Dataset
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering

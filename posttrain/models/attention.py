@@ -115,7 +115,7 @@ class PackedMask:
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         """Return a mask per node to add to the logits, in `dtype`, so that no layer has to convert a bool mask."""
         if (window, dtype) not in self._masks:
-            self._masks[window, dtype] = [node.mask(self.position_T, window, dtype) for node in self.nodes]
+            self._masks[window, dtype] = [_mask_of(node, self.position_T, window, dtype) for node in self.nodes]
         return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
@@ -187,6 +187,19 @@ def _by_node(query, key, value, packed, how):
             v = torch.cat([values[i] for i in ancestors] + [v], dim=2)
         parts.append(attend(q, k, v, mask, how))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _mask_of(node: Segment, position_T: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask to add to the logits of the keys of a node's ancestors, then its own; None: a causal mask."""
+    length, seen = node.stop - node.start, sum(part.stop - part.start for part in node.before)
+    if not seen and (window is None or length <= window):
+        return None
+    own = torch.ones(length, seen + length, dtype=torch.bool, device=position_T.device).tril(seen)
+    if window is not None:
+        query = position_T[node.start : node.stop]
+        key = torch.cat([position_T[part] for part in node.before] + [query])
+        own &= query[:, None] - key[None, :] < window
+    return torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
 
 
 def _sdpa(q, k, v, mask, how):

@@ -39,8 +39,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.models.attention import How, PackedMask, Visible
 from posttrain.models.families import FAMILIES, UNKNOWN, base_of
-from posttrain.models.matmul import linear, product
-from posttrain.models.projections import project
+from posttrain.models.matmul import linear, product, project
 
 BLOCK_ELEMENTS = 1 << 19  # elements of a block: 2 MB in float32, still in the cache for the next operation
 

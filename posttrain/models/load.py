@@ -27,7 +27,7 @@ from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES, UNKNOWN, base_of, use_triton
 from posttrain.models.files import check_adapter_weights, check_file, check_indexes, clear_errors, found_file, some
 from posttrain.models.lean import TORCH, Kernels, lean
-from posttrain.models.projections import place
+from posttrain.models.matmul import place
 from posttrain.models.quantised import check_int8, method_of, nf4
 
 # transformers' progress bars appear on every load and save; ours cover long waits.

@@ -22,7 +22,7 @@ from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
-from posttrain.models.projections import apart
+from posttrain.models.matmul import apart
 from posttrain.models.quantised import CLASSES, weight_of
 
 if TYPE_CHECKING:

@@ -44,18 +44,6 @@ class Segment:
         """The number of the ancestors' tokens."""
         return sum(part.stop - part.start for part in self.before)
 
-    def mask(self, position_T: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return a mask to add to the logits of the ancestors' keys, then of the segment's own; None: a causal mask."""
-        length = self.stop - self.start
-        if not self.seen and (window is None or length <= window):
-            return None
-        own = torch.ones(length, self.seen + length, dtype=torch.bool, device=position_T.device).tril(self.seen)
-        if window is not None:
-            query = position_T[self.start : self.stop]
-            key = torch.cat([position_T[part] for part in self.before] + [query])
-            own &= query[:, None] - key[None, :] < window
-        return torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
-
 
 @dataclass(frozen=True, slots=True)
 class Paths:

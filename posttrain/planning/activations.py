@@ -25,8 +25,8 @@ from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, i
 from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
+from posttrain.models.matmul import fuse
 from posttrain.models.nodes import Gathered
-from posttrain.models.projections import fuse
 
 
 def empty_model(

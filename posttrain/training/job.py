@@ -34,7 +34,7 @@ from posttrain.models.graphs import PackGraphs, without_graphs
 from posttrain.models.lean import enable_gradient_checkpointing, is_stochastic
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, takes_triton, to_dtype
 from posttrain.models.lora import add_lora, continues, load_lora, set_start
-from posttrain.models.projections import fuse, place
+from posttrain.models.matmul import fuse, place
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
 from posttrain.optim.adamw import AdamW
