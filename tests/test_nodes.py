@@ -146,7 +146,7 @@ def test_packs_have_few_sizes():
 
 def segments(*lengths: tuple[int, int]) -> list[Segment]:
     """Nodes of (ancestors' tokens, own tokens)."""
-    return [Segment(seen, seen + own, (slice(0, seen),) if seen else ()) for seen, own in lengths]
+    return [Segment(seen, seen + own, (slice(0, seen),) if seen else (), seen) for seen, own in lengths]
 
 
 def test_the_faster_one_of_each_measured_shape():

@@ -195,11 +195,16 @@ class Cache:
             layer.own_key[rows] = 0
             layer.own_value[rows] = 0
 
-    def move(self, source: Tensor | int, target: Tensor | int, columns: int, of_prompt: bool) -> None:
-        """Copy the first `columns` columns of completions between rows, or those of a prompt between slots."""
+    def move_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
+        """Copy the first `columns` columns of completions from the rows `source` to the rows `target`, both int64."""
         for layer in self.layers.values():
-            own, prompt = (layer.own_key, layer.own_value), (layer.prompt_key, layer.prompt_value)
-            for side in prompt if of_prompt else own:
+            for side in (layer.own_key, layer.own_value):
+                side[target, :, :columns] = side[source, :, :columns]
+
+    def move_group(self, source: int, target: int, columns: int) -> None:
+        """Copy a prompt's keys and values to another slot."""
+        for layer in self.layers.values():
+            for side in (layer.prompt_key, layer.prompt_value):
                 side[target, :, :columns] = side[source, :, :columns]
 
     def scratch(self, *shape: int) -> Tensor:

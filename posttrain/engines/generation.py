@@ -248,7 +248,7 @@ class Generation:
         tails = [index for index in kept if index >= len(kept)]
         if holes:
             source, target = self.tensor(tails), self.tensor(holes)
-            self.cache.move(source, target, max(self.rows[index].group.age for index in tails), of_prompt=False)
+            self.cache.move_rows(source, target, max(self.rows[index].group.age for index in tails))
             self.state.move(source, target)
         for hole, tail in zip(holes, tails, strict=True):
             self.rows[hole] = self.rows[tail]
@@ -307,7 +307,7 @@ class Generation:
                 continue
             last = self.groups.pop()
             if last.slot != slot:
-                self.cache.move(last.slot, slot, len(last.request.tokens), of_prompt=True)
+                self.cache.move_group(last.slot, slot, len(last.request.tokens))
                 last.slot = slot
                 self.groups[slot] = last
 

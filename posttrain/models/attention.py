@@ -108,9 +108,10 @@ class PackedMask:
         for (start, end), (stop, _) in pairwise([*cuts, (total, total)]):
             while above and above[-1][0] <= start:
                 above.pop()
-            nodes.append(Segment(start, stop, tuple(run for _, run in above)))
+            before = tuple(run for _, run in above)
+            nodes.append(Segment(start, stop, before, seen=sum(run.stop - run.start for run in before)))
             above.append((end, slice(start, stop)))
-        return [*nodes, Segment(total, width, ())] if total < width else nodes
+        return [*nodes, Segment(total, width, (), 0)] if total < width else nodes
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         """Return a mask per node to add to the logits, in `dtype`, so that no layer has to convert a bool mask."""
@@ -191,7 +192,7 @@ def _by_node(query, key, value, packed, how):
 
 def _mask_of(node: Segment, position_T: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
     """Return a mask to add to the logits of the keys of a node's ancestors, then its own; None: a causal mask."""
-    length, seen = node.stop - node.start, sum(part.stop - part.start for part in node.before)
+    length, seen = node.stop - node.start, node.seen
     if not seen and (window is None or length <= window):
         return None
     own = torch.ones(length, seen + length, dtype=torch.bool, device=position_T.device).tril(seen)

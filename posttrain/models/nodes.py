@@ -38,11 +38,7 @@ class Segment:
     start: int
     stop: int
     before: tuple[slice, ...]  # the physical tokens of the segment's ancestors, which all of its tokens see
-
-    @property
-    def seen(self) -> int:
-        """The number of the ancestors' tokens."""
-        return sum(part.stop - part.start for part in self.before)
+    seen: int  # the number of the ancestors' tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +74,14 @@ class Paths:
         query_M, key_M, token_G, order_G, copies_T = numbers.split([len(part) for part in parts])
         return cls(numbers, query_M, key_M, token_G, order_G, copies_T, 1 << int(sizes.max() - 1).bit_length())
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """Keys or values of the pack's tokens, (1, H_kv, T, d) -> those of the paths, (G, H_kv, d)."""
+        x = x[0].transpose(0, 1).contiguous()
+        return Gathered.apply(x, self.token_G, self.order_G, self.copies_T) if len(self.token_G) else x
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """query (1, H, T, d), key and value (1, H_kv, T, d) -> (1, H, T, d)."""
-        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-        if len(self.token_G):
-            k, v = (Gathered.apply(tensor, self.token_G, self.order_G, self.copies_T) for tensor in (k, v))
+        q, k, v = query[0].transpose(0, 1).contiguous(), self.gathered(key), self.gathered(value)
         out = flash_attention()(
             q, k, v, cu_seqlens_q=self.query_M, cu_seqlens_k=self.key_M, max_seqlen_q=self.longest,
             max_seqlen_k=self.longest, softmax_scale=scaling, causal=True, deterministic=True,

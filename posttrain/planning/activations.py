@@ -26,7 +26,6 @@ from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
 from posttrain.models.matmul import fuse
-from posttrain.models.nodes import Gathered
 
 
 def empty_model(
@@ -80,9 +79,8 @@ class _OneKernel(PackedMask):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         fits = suits_paths(query.shape[-1], how.softcap) and query.dtype != torch.float32
-        if fits and self.paths is not None and len(self.paths.token_G):  # the gathered keys and values are saved
-            of = self.paths.token_G, self.paths.order_G, self.paths.copies_T
-            key, value = (Gathered.apply(x[0].transpose(0, 1), *of).transpose(0, 1)[None] for x in (key, value))
+        if fits and self.paths is not None:
+            key, value = (self.paths.gathered(x).transpose(0, 1)[None] for x in (key, value))
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
